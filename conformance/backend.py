@@ -1,0 +1,130 @@
+"""What an implementation under judgement looks like to the suite: a backend, what it declares, what it returns."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import msgspec
+import torch
+
+from attnconform.conformance.bounds.numerics import NUMERICS_CLASSES, Numerics
+from attnconform.conformance.views import ProblemView
+from attnconform.reference.errors import RefusedInput
+
+Determinism = Literal["none", "run_to_run"]
+
+
+class OneOf(msgspec.Struct, frozen=True, tag=True):
+    """A domain that is a list of values."""
+
+    values: tuple[str | int | bool, ...]
+
+    def holds(self, value: str | int | bool) -> bool:
+        return value in self.values
+
+
+class Span(msgspec.Struct, frozen=True, tag=True):
+    """A domain of integers: low, low + step, ... up to high."""
+
+    low: int
+    high: int
+    step: int = 1
+
+    def holds(self, value: str | int | bool) -> bool:
+        return isinstance(value, int) and self.low <= value <= self.high and (value - self.low) % self.step == 0
+
+
+Domain = OneOf | Span
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What a backend declares. An axis that is not named in `supported` is supported whole."""
+
+    supported: Mapping[str, Domain] = {}  # axis name -> values it runs
+    fallback: Mapping[str, Domain] = {}  # axis name -> further values it runs on another path, which it then reports
+    numerics: Mapping[str, Numerics] = {}  # dtype -> declared arithmetic; the class of the dtype's name if absent
+    returns_lse: bool = True
+    lse_base: Literal["e", "2"] = "e"
+    has_backward: bool = True
+    gradient_of_lse: bool = True  # backward takes dlse
+    tolerates_nonfinite: bool = False  # NaN in owned slots that no row selects has no influence
+    determinism: Determinism = "run_to_run"
+    checks_owner: bool = False  # refuses another request's page where the problem says who owns what
+
+    def numerics_of(self, dtype: str) -> Numerics:
+        """Declared arithmetic for inputs of one dtype."""
+        if dtype in self.numerics:
+            return self.numerics[dtype]
+        return NUMERICS_CLASSES[{"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "float64"}[dtype]]
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Inputs and outputs of one call, on the backend's device.
+
+    `out` and `lse` arrive poisoned and with guard bands around them. A backend writes into them, or returns tensors
+    of its own.
+    """
+
+    q: torch.Tensor  # (total_q, num_qo_heads, head_dim_qk)
+    k_cache: torch.Tensor  # (num_pages, page_size, num_kv_heads, head_dim_qk) NHD, or heads before tokens HND; any strides
+    v_cache: torch.Tensor  # likewise, head_dim_vo
+    out: torch.Tensor  # (total_q, num_qo_heads, head_dim_vo)
+    lse: torch.Tensor  # (total_q, num_qo_heads) float32
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What a forward call gave."""
+
+    out: torch.Tensor  # (total_q, num_qo_heads, head_dim_vo)
+    lse: torch.Tensor | None  # (total_q, num_qo_heads); None where not returned
+    path: str = "native"  # which code ran; anything that starts with "fallback" is one
+    saved: Any = field(default=None, repr=False)  # what the backend's own backward needs
+
+
+@dataclass(frozen=True)
+class Backward:
+    """What a backward call gave."""
+
+    dq: torch.Tensor  # (total_q, num_qo_heads, head_dim_qk)
+    dk: torch.Tensor  # in the cache's shape
+    dv: torch.Tensor
+    dsink: torch.Tensor | None = None  # (num_qo_heads,)
+
+
+class Backend:
+    """An implementation under judgement. Subclasses set `name` and `capabilities` and write `forward`."""
+
+    name: ClassVar[str] = "unnamed"
+    capabilities: Capabilities = Capabilities()
+    refusals: ClassVar[tuple[type[Exception], ...]] = (RefusedInput,)  # what it raises to refuse an input
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+
+    def forward(self, problem: ProblemView, tensors: Tensors) -> Forward:
+        """Attention of every row; refuses by raising one of `refusals` before anything is written."""
+        raise NotImplementedError
+
+    def backward(
+        self,
+        problem: ProblemView,
+        tensors: Tensors,
+        forward: Forward,  # of the same problem and tensors
+        dout: torch.Tensor,  # (total_q, num_qo_heads, head_dim_vo)
+        dlse: torch.Tensor | None,  # (total_q, num_qo_heads)
+    ) -> Backward:
+        """Gradients with respect to q, the caches and the sink logits."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Releases what the backend holds."""
+
+    def versions(self) -> dict[str, str]:
+        """Versions that a report should name."""
+        return {"torch": torch.__version__}
+
+
+class Unavailable(Exception):
+    """A backend that cannot run here; the message says what to install."""

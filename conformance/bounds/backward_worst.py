@@ -1,0 +1,269 @@
+"""Worst case of dQ, dK, dV and the sinks' gradient. [BOUND-GRAD]
+
+Two errors are common to a row: Lw of the stored lse, which the recomputed P = exp(s - lse) inherits, and dD of D. They
+meet the signed sums P K and dS K, all others meet absolute values: that is what keeps the bound of dQ usable. [4.7]
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from attnconform.conformance.bounds.block import Array, Mask
+from attnconform.conformance.bounds.forward_worst import LARGEST_EXPONENT, LARGEST_WEIGHT_ERROR, WorstForward
+from attnconform.conformance.bounds.gradients import Gradients
+from attnconform.conformance.bounds.numerics import FORMATS, Numerics
+from attnconform.conformance.bounds.rounding import (
+    accumulation_error,
+    compound,
+    half_ulp,
+    output_rounding,
+    storage_error,
+    sum_row,
+)
+from attnconform.conformance.bounds.softmax import Operands, Softmax
+
+# Past this error of an exponent the recomputed P is unknown. [BOUND-VOID]
+LARGEST_LOGIT_ERROR = 20.0
+# e^-750 is 0 even in float64.
+VANISHING_GAP = 750.0
+
+
+@dataclass(frozen=True)
+class WorstBackward:
+    """Worst-case terms of one block: (rows, keys), (rows, 1), or (keys, 1) for what a key's rows share."""
+
+    forward: WorstForward
+    grads: Gradients
+
+    @property
+    def softmax(self) -> Softmax:
+        return self.forward.softmax
+
+    @property
+    def operands(self) -> Operands:
+        return self.forward.operands
+
+    @property
+    def numerics(self) -> Numerics:
+        return self.forward.numerics
+
+    @cached_property
+    def dq(self) -> Array:
+        """sm_scale [(own + rnd)|K| + dD(|P K| + ..) + Lw(|dS K| + ..) + operands + gq], and storage."""
+        x, g, changed = self.softmax, self.grads, self.operands
+        second_row = (self.slope_weights * self.recomputed_error + x.weights * self.slope_error) @ np.abs(x.k)
+        second_lse = (np.abs(g.ds) * self.recomputed_error) @ np.abs(x.k)
+        own = (self.own_error + self.ds_rounding) @ np.abs(x.k)
+        common = self.row_error * (g.row_weight_key + second_row) + self.lse_error * (g.row_gradient_key + second_lse)
+        sums = self.ds_size @ changed.largest_k + self.sum_over_keys * (self.ds_size @ (np.abs(x.k) + changed.largest_k))
+        error = x.sm_scale * (own + common + sums)
+        return np.where(self.is_void_row, np.inf, store_gradient(error, g.dq, self.root_scaling, self.numerics))
+
+    @cached_property
+    def dk(self) -> Array:
+        """sm_scale [(tot + rnd)^T|Q| + operands + gk], heads that are rounded apart, and storage."""
+        x, g, changed = self.softmax, self.grads, self.operands
+        own = (self.ds_error + self.ds_rounding).T @ np.abs(x.q) + self.ds_size.T @ changed.largest_q
+        error = x.sm_scale * (own + self.sum_over_rows * (self.ds_size.T @ (np.abs(x.q) + changed.largest_q)))
+        error = error + round_heads(g, x.sm_scale * g.ds, x.q, error, self.numerics)
+        return np.where(self.is_void_key, np.inf, store_gradient(error, g.dk, self.root_scaling, self.numerics))
+
+    @cached_property
+    def dv(self) -> Array:
+        """(Pe + pn)^T|dO| + operands + gk, heads that are rounded apart, and storage."""
+        x, g, changed = self.softmax, self.grads, self.grads.largest_do_change
+        error_of_p = (self.weight_error + self.weight_rounding) * x.keep
+        size = x.value_weights + error_of_p
+        own = error_of_p.T @ np.abs(g.do) + size.T @ changed
+        error = own + self.sum_over_rows * (size.T @ (np.abs(g.do) + changed))
+        error = error + round_heads(g, x.value_weights, g.do, error, self.numerics)
+        return np.where(self.is_void_key, np.inf, store_gradient(error, g.dv, 0.0, self.numerics))
+
+    @cached_property
+    def dsink(self) -> Array:
+        """tot of the last key, whose sum over rows is dsink."""
+        bound = sum_sink(self.grads, self.ds_error[:, -1:], self.numerics)
+        return np.where(self.is_void_row, np.inf, bound)
+
+    @cached_property
+    def logit_error(self) -> Array:
+        """eb: error of s - lse, without that of lse."""
+        x, c, f = self.softmax, self.numerics, self.forward
+        sizes = c.u * (6 * x.score_size + 4 * self.grads.lse_gap + 8)
+        return (f.dot_error + f.score_rounding + f.rule_error + sizes + 2 * c.exp_error) * x.mask
+
+    @cached_property
+    def recomputed_error(self) -> Array:
+        """fb = expm1(eb): relative error of the recomputed P, and all of it where it underflows."""
+        x = self.softmax
+        lost = np.minimum(1, self.numerics.tiny / np.maximum(x.weights, 1e-300))
+        return (np.expm1(np.minimum(self.logit_error, LARGEST_EXPONENT)) + lost) * x.mask
+
+    @cached_property
+    def lse_error(self) -> Array:
+        """Lw = expm1(lse_worst): the same factor for all keys of a row."""
+        return np.expm1(np.minimum(self.forward.lse, LARGEST_EXPONENT))
+
+    @cached_property
+    def slope_error(self) -> Array:
+        """sigma: error of a soft cap's slope 1 - t^2, at most 2 tau |t| + tau^2 where t is off by tau. [4.10]"""
+        x, u = self.softmax, self.numerics.u
+        if x.cap is None:
+            return np.zeros_like(x.scores)
+        tanh_error = self.forward.dot_error / x.cap + self.numerics.tanh_error + 2 * u
+        tanh = np.sqrt(np.maximum(1 - x.slope, 0))
+        return np.minimum(2 * tanh_error * tanh + tanh_error**2 + 3 * u, 1) * x.mask
+
+    @cached_property
+    def slope_weights(self) -> Array:
+        """P times the largest slope that a kernel may use."""
+        return self.grads.slope_weights + self.softmax.weights * self.slope_error
+
+    @cached_property
+    def out_rounding(self) -> Array:
+        """hO: rounding of the out that D is made of."""
+        return output_rounding(self.numerics, np.abs(self.softmax.out) + self.forward.before_storage)
+
+    @cached_property
+    def row_error(self) -> Array:
+        """dD: error of D, from the rounded out and from its sum; at most what the bound of out allows."""
+        x, c, g, f = self.softmax, self.numerics, self.grads, self.forward
+        by_out = sum_row(np.abs(g.do) * f.out)
+        by_terms = np.minimum(self.row_error_by_terms, by_out)
+        beyond = by_out
+        if c.u_dp:
+            # An unfused kernel sums P dP instead, whose convex combinations reach any |dP - D|.
+            by_terms = self.row_error_by_terms
+            stored = c.u_dp + c.worst_u_p + x.num_keys * c.u
+            beyond = 2 * (np.maximum(g.out_share, stored * np.abs(g.dp)) * x.mask).max(1, keepdims=True)
+        error = np.where(f.total_error < LARGEST_WEIGHT_ERROR, by_terms, beyond)
+        summed = compound(g.do.shape[1] * c.u)
+        dlse = c.u * np.abs(g.row_term) * (g.dlse != 0)
+        return (error + summed * sum_row(np.abs(g.do * x.out)) + c.u_d * np.abs(g.row_term) + dlse) * (1 + summed + c.u_d)
+
+    @cached_property
+    def row_error_by_terms(self) -> Array:
+        """Output rounding, sum P.V, the common factor of l; P's rounding acts through dO.v and not through |dO|.|v|."""
+        x, c, g, f = self.softmax, self.numerics, self.grads, self.forward
+        total = np.minimum(f.total_error, LARGEST_WEIGHT_ERROR)
+        elementwise = self.out_rounding + f.accumulation * x.value_size + x.value_weights @ self.operands.largest_v
+        factor = f.denominator_error + f.merge_error + c.l_from_p * sum_row(f.weight_rounding)
+        weights = sum_row(f.weight_rounding * np.abs(g.dp)) + sum_row(x.weights * f.weight_error * g.out_share) / (1 - total)
+        stored = (c.u_dp + (c.u_dp > 0) * x.num_keys * c.u) * sum_row(x.weights * np.abs(g.dp))
+        first_order = sum_row(np.abs(g.do) * elementwise) + np.abs(g.row_dot) * factor + weights + stored
+        return first_order * (1 + c.worst_u_p + total + f.denominator_error + f.accumulation)
+
+    @cached_property
+    def own_error(self) -> Array:
+        """own: error of dS that its row does not share."""
+        x, c, g, changed = self.softmax, self.numerics, self.grads, self.operands
+        head_dim, do_change = g.do.shape[1], self.grads.largest_do_change
+        moved = do_change @ np.abs(x.v).T + (np.abs(g.do) + do_change) @ changed.largest_v.T
+        dp_error = compound(accumulation_error(c, head_dim, head_dim)) * g.dp_size + moved * x.keep + c.u_dp * np.abs(g.dp)
+        grown = 1 + self.recomputed_error
+        own = self.slope_weights * grown * dp_error + (self.recomputed_error + 4 * c.u) * np.abs(g.ds)
+        from_slope = x.weights * self.slope_error * g.score_gradient_size
+        return own + (from_slope + self.reused_p_error(c.worst_u_p)) * grown
+
+    def reused_p_error(self, u: float) -> Array:
+        """Error of dS where it is computed from the stored P."""
+        x, c = self.softmax, self.numerics
+        if not c.reuses_p:
+            return np.zeros_like(x.weights)
+        return storage_error(x.weights, u, c.eta_p) * self.grads.score_gradient_size * (x.slope + self.slope_error)
+
+    @cached_property
+    def ds_error(self) -> Array:
+        """tot: own, dD and Lw together."""
+        grown = 1 + self.recomputed_error
+        shared = self.slope_weights * grown * self.row_error + self.lse_error * np.abs(self.grads.ds) * grown
+        return self.own_error + shared
+
+    @cached_property
+    def ds_rounding(self) -> Array:
+        """rnd: storage of dS."""
+        return storage_error(np.abs(self.grads.ds) + self.ds_error, self.numerics.worst_u_ds, self.ds_floor)
+
+    @property
+    def ds_floor(self) -> float:
+        """eta_ds; scaling dS by less than 1 before it is stored moves the floor up."""
+        return self.numerics.eta_ds / (min(self.softmax.sm_scale, 1.0) if self.numerics.ds_scaled else 1.0)
+
+    @cached_property
+    def ds_size(self) -> Array:
+        """|dS| + tot + rnd: the largest dS that a kernel may hold."""
+        return np.abs(self.grads.ds) + self.ds_error + self.ds_rounding
+
+    @cached_property
+    def weight_error(self) -> Array:
+        """Pe = P (fb + Lw + fb Lw)."""
+        fb, lse = self.recomputed_error, self.lse_error
+        return self.softmax.weights * (fb + lse + fb * lse)
+
+    @cached_property
+    def weight_rounding(self) -> Array:
+        """pn: storage of the recomputed P."""
+        size = self.softmax.weights + self.weight_error
+        return storage_error(size, self.numerics.worst_u_p, self.numerics.eta_p)
+
+    @cached_property
+    def sum_over_keys(self) -> Array:
+        """gq: error of dS K relative to the sum of magnitudes."""
+        x, c = self.softmax, self.numerics
+        return compound(accumulation_error(c, x.num_keys, len(x.k)) + (x.count_tiles(c) + 4) * c.u)
+
+    @cached_property
+    def sum_over_rows(self) -> Array:
+        """gk: error of dS^T Q and P^T dO relative to the sum of magnitudes."""
+        x, c, rows = self.softmax, self.numerics, self.grads.rows_of_key
+        tiles = np.minimum(rows, np.ceil(x.num_rows / c.min_tile))
+        return compound(accumulation_error(c, rows, x.num_rows) + (tiles + 4 + x.num_heads) * c.u)
+
+    @property
+    def root_scaling(self) -> float:
+        """dq and dk are rounded once more where they are multiplied by the root of sm_scale."""
+        return (self.numerics.prescale == "q_and_k") * self.numerics.u_out
+
+    @cached_property
+    def is_void_row(self) -> Mask:
+        """Rows whose exponent is unknown, or whose stored P or dS may overflow. [BOUND-VOID]"""
+        c, stored_ds = self.numerics, self.ds_size * (self.softmax.sm_scale if self.numerics.ds_scaled else 1.0)
+        unknown = (np.maximum(self.logit_error, self.forward.logit_error) > LARGEST_LOGIT_ERROR) & ~self.vanishes
+        largest_p = FORMATS[c.out_dtype if c.p_storage == "none" else c.p_storage].largest
+        stored_p = self.softmax.weights * (1 + self.recomputed_error) * (1 + self.lse_error)
+        overflows = (stored_p >= largest_p) | (stored_ds >= c.largest_ds)
+        return (unknown | overflows).any(1, keepdims=True)
+
+    @cached_property
+    def vanishes(self) -> Mask:
+        """Keys whose P is 0 in any arithmetic, whatever the error of their logit."""
+        return self.grads.lse_gap - self.logit_error > VANISHING_GAP
+
+    @cached_property
+    def is_void_key(self) -> Mask:
+        """Keys that such a row sees."""
+        return self.softmax.mask[self.is_void_row[:, 0]].any(0)[:, None]
+
+
+def store_gradient(error: Array, exact: Array, root_scaling: float, numerics: Numerics) -> Array:
+    """The gradient's own rounding added to its error."""
+    size = np.abs(exact) + error
+    return error + output_rounding(numerics, size) + root_scaling * size
+
+
+def round_heads(grads: Gradients, left: Array, right: Array, error: Array, numerics: Numerics) -> Array:
+    """Half an ulp of each head's part of left^T right, where heads are rounded before their sum."""
+    x = grads.softmax
+    if not numerics.heads_low or x.num_heads == 1:
+        return np.zeros_like(error)
+    heads = [x.head_of_row == head for head in range(x.num_heads)]
+    sizes = [np.abs(left[rows].T @ right[rows]) + error for rows in heads]
+    return np.sum([half_ulp(size, numerics.u_out, numerics.eta_out) for size in sizes], axis=0)
+
+
+def sum_sink(grads: Gradients, error: Array, numerics: Numerics) -> Array:
+    """Per row, such that the sum over rows bounds the stored sum of the rows' dsink."""
+    exact = np.abs(grads.ds[:, -1:])
+    summed = error + compound(numerics.u * (grads.softmax.num_rows + 4)) * (exact + error)
+    return summed + numerics.u_out * (exact + summed) + numerics.eta_out

@@ -1,0 +1,276 @@
+"""An honest kernel of any declared class, rounding by rounding: what a bound must never reject. [BOUND-OUT]
+
+Tiled online softmax with splits, in numpy. Every value is a float64 array that holds numbers of the emulated format, so
+each line's rounding is visible. Slow on purpose; for tens of rows and hundreds of keys.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from attnconform.conformance.bounds.block import Array, AttentionBlock
+from attnconform.conformance.bounds.numerics import Numerics
+
+DTYPES: dict[str, npt.DTypeLike] = {
+    "bfloat16": ml_dtypes.bfloat16,
+    "float16": np.float16,
+    "float32": np.float32,
+    "float64": np.float64,
+    "float8_e4m3": ml_dtypes.float8_e4m3fn,
+    "float8_e5m2": ml_dtypes.float8_e5m2,
+}
+ScoreRule = Callable[[Array], Array]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a kernel is free to choose: none of it may carry an element past its bound."""
+
+    tile: int = 16
+    splits: int = 1
+    key_order: tuple[int, ...] | None = None  # listing order; None is the natural one
+    exp_bias: float = 0.0  # relative error of every exp, in units of U
+    exp2: bool = False  # exp2(x c - m c) with a rounded m c, instead of exp(x - m)
+
+
+@dataclass(frozen=True)
+class EmulatedForward:
+    out: Array
+    lse: Array
+
+
+@dataclass(frozen=True)
+class EmulatedBackward:
+    dq: Array
+    dk: Array
+    dv: Array
+    dsink: Array  # per row
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """Rounded elementary operations of one numerics class."""
+
+    numerics: Numerics
+    exp_bias: float = 0.0
+
+    def compute(self, x: Array) -> Array:
+        """Rounds to the compute precision."""
+        return store(x, self.numerics.lse_dtype)
+
+    def operand(self, x: Array, bits: int) -> Array:
+        """x in so many bits, rounded or cut; 0 is as it is."""
+        if not bits:
+            return x
+        mantissa, exponent = np.frexp(x)
+        way = np.trunc if self.numerics.truncates else np.rint
+        return np.ldexp(way(np.ldexp(mantissa, bits)), exponent - bits)
+
+    def stored(self, x: Array, storage: str) -> Array:
+        """x as it is read back from storage."""
+        if storage in ("tf32", "tf32x3"):
+            return self.operand(x, 11 if storage == "tf32" else 21)
+        return self.compute(x) if storage == "none" else store(x, storage)
+
+    def stored_p(self, p: Array) -> Array:
+        """P as it is read back, scaled by a power of two where that is declared."""
+        return self.stored(p * self.numerics.p_scale, self.numerics.p_storage) / self.numerics.p_scale
+
+    def exp(self, x: Array) -> Array:
+        """exp with the declared kind of error: flushes under the smallest normal, exact at 0."""
+        value = np.exp(x) * np.where(x == 0, 1, 1 + self.exp_bias * self.numerics.u)
+        return self.compute(np.where(value < self.numerics.tiny, 0, value))
+
+    def accumulate(self, start: Array, left: Array, right: Array) -> Array:
+        """start + left @ right, product by product or step by step."""
+        if self.numerics.accumulation == "nearest":
+            total = start
+            for term in range(left.shape[1]):
+                total = self.compute(total + left[:, term : term + 1] * right[term])
+            return total
+        total, width = start, self.numerics.products_per_step
+        for first in range(0, left.shape[1], width):
+            terms = left[:, first : first + width, None] * right[first : first + width]
+            total = add_aligned(total, terms, self.numerics.extra_bits)
+        return total
+
+    def product(self, left: Array, right: Array) -> Array:
+        """left @ right from zero."""
+        return self.accumulate(np.zeros((len(left), right.shape[1])), left, right)
+
+    def total(self, x: Array) -> Array:
+        """Sum of each row, one addition after the other."""
+        total = np.zeros((len(x), 1))
+        for column in range(x.shape[1]):
+            total = self.compute(total + x[:, column : column + 1])
+        return total
+
+
+def store(x: Array, storage: str) -> Array:
+    """Rounds to nearest, ties to even."""
+    with np.errstate(over="ignore"):
+        return np.asarray(x).astype(DTYPES[storage]).astype(np.float64)
+
+
+def add_aligned(total: Array, terms: Array, extra_bits: int) -> Array:
+    """One tensor-core step: aligned to the largest exponent, each term cut toward zero, then the sum."""
+    largest = np.maximum(np.abs(total), np.abs(terms).max(1))
+    step = np.ldexp(1.0, np.frexp(largest)[1] - 24 - extra_bits)
+    kept = np.trunc(terms / step[:, None]).sum(1) + np.trunc(total / step)
+    mantissa, exponent = np.frexp(kept * step)
+    return np.ldexp(np.trunc(np.ldexp(mantissa, 24)), exponent - 24)
+
+
+def emulate_forward(
+    block: AttentionBlock, numerics: Numerics, schedule: Schedule, rule: ScoreRule | None = None
+) -> EmulatedForward:
+    """out and lse of an honest kernel; rule maps sm_scale q.k to the score. [BOUND-OUT] [BOUND-LSE]
+
+    Raises ValueError for an unfused class.
+    """
+    if numerics.norm_p:
+        raise ValueError("norm_p is True, but unfused kernels are not emulated")
+    arithmetic = Arithmetic(numerics, schedule.exp_bias)
+    scores = emulate_scores(block, arithmetic, rule)
+    order = np.array(schedule.key_order if schedule.key_order is not None else range(len(block.k)), dtype=int)
+    parts = [
+        attend_split(block, arithmetic, schedule, scores, keys, with_sink=index == 0)
+        for index, keys in enumerate(np.array_split(order, schedule.splits))
+    ]
+    out, lse = parts[0] if len(parts) == 1 else merge_splits(parts, arithmetic)
+    return EmulatedForward(store(out, numerics.out_dtype), store(lse, numerics.lse_dtype)[:, 0])
+
+
+def emulate_scores(block: AttentionBlock, arithmetic: Arithmetic, rule: ScoreRule | None) -> Array:
+    """Final scores, masked ones -inf."""
+    c = arithmetic.numerics
+    q, k = arithmetic.operand(block.q, c.operand_bits), arithmetic.operand(block.k, c.kv_bits or c.operand_bits)
+    scale = float(arithmetic.compute(np.asarray(block.sm_scale)))
+    if c.prescale == "none":
+        scores = arithmetic.compute(arithmetic.product(q, k.T) * scale)
+    elif c.prescale == "q":
+        q = arithmetic.operand(arithmetic.compute(block.q * scale), c.prescale_bits)
+        scores = arithmetic.product(q, k.T)
+    else:
+        q, k = (arithmetic.operand(arithmetic.compute(x * scale**0.5), c.prescale_bits) for x in (block.q, block.k))
+        scores = arithmetic.product(q, k.T)
+    scores = arithmetic.stored(scores, c.score_storage)
+    if rule is not None:
+        scores = arithmetic.stored(arithmetic.compute(rule(scores)), c.score_storage)
+    return np.where(block.mask, scores, -np.inf)
+
+
+def attend_split(
+    block: AttentionBlock,
+    arithmetic: Arithmetic,
+    schedule: Schedule,
+    scores: Array,
+    keys: npt.NDArray[np.intp],
+    *,
+    with_sink: bool,
+) -> tuple[Array, Array]:
+    """Normalised out and lse over some keys, tile by tile."""
+    c, rows = arithmetic.numerics, len(scores)
+    row_max, row_sum = np.full((rows, 1), -np.inf), np.zeros((rows, 1))
+    if with_sink and block.sink is not None:
+        row_max, row_sum = block.sink[:, None], np.where(np.isfinite(block.sink), 1.0, 0.0)[:, None]
+    acc = np.zeros((rows, block.v.shape[1]))
+    v = arithmetic.operand(block.v, c.kv_bits or c.operand_bits)
+    for first in range(0, len(keys), schedule.tile):
+        tile = keys[first : first + schedule.tile]
+        new_max = np.maximum(row_max, scores[:, tile].max(1, keepdims=True))
+        safe_max = np.where(np.isfinite(new_max), new_max, 0.0)
+        p = exponentiate(arithmetic, scores[:, tile], safe_max, exp2=schedule.exp2)
+        rescale = exponentiate(arithmetic, row_max, safe_max, exp2=schedule.exp2)
+        dropped = p if block.dropout is None else arithmetic.compute(p * block.dropout[:, tile])
+        row_sum = arithmetic.compute(row_sum * rescale)
+        row_sum = arithmetic.compute(row_sum + arithmetic.total(arithmetic.stored_p(p) if c.l_from_p else p))
+        acc = arithmetic.accumulate(arithmetic.compute(acc * rescale), arithmetic.stored_p(dropped), v[tile])
+        row_max = new_max
+    with np.errstate(divide="ignore", invalid="ignore"):
+        out = np.where(row_sum > 0, arithmetic.compute(acc / row_sum), 0.0)
+        lse = np.where(row_sum > 0, arithmetic.compute(row_max + arithmetic.compute(np.log(row_sum))), -np.inf)
+    return out, lse
+
+
+def exponentiate(arithmetic: Arithmetic, x: Array, row_max: Array, *, exp2: bool) -> Array:
+    """exp(x - m), or the fused form that rounds m log2 e on its own."""
+    if not exp2:
+        return arithmetic.exp(arithmetic.compute(x - row_max))
+    log2_e = float(arithmetic.compute(np.asarray(np.log2(np.e))))
+    fused = arithmetic.compute(x * log2_e - arithmetic.compute(row_max * log2_e))
+    return arithmetic.exp(fused * np.log(2.0))
+
+
+def merge_splits(parts: list[tuple[Array, Array]], arithmetic: Arithmetic) -> tuple[Array, Array]:
+    """Weights exp(lse_s - lse), which need not sum to 1."""
+    tops = np.max([lse for _, lse in parts], axis=0)
+    top = np.where(np.isfinite(tops), tops, 0.0)
+    total = np.zeros_like(top)
+    for _, lse in parts:
+        total = arithmetic.compute(total + arithmetic.exp(arithmetic.compute(lse - top)))
+    with np.errstate(divide="ignore"):
+        merged = arithmetic.compute(top + arithmetic.compute(np.log(total)))
+    safe = np.where(np.isfinite(merged), merged, 0.0)
+    out = np.zeros_like(parts[0][0])
+    for part, lse in parts:
+        weight = arithmetic.exp(arithmetic.compute(lse - safe))
+        out = arithmetic.compute(out + arithmetic.compute(weight * part))
+    return out, merged
+
+
+def emulate_backward(
+    block: AttentionBlock,
+    do: Array,
+    numerics: Numerics,
+    schedule: Schedule,
+    forward: EmulatedForward,
+    rule: ScoreRule | None = None,
+    dlse: Array | None = None,
+) -> EmulatedBackward:
+    """Gradients from a recomputed P, the rounded out and the stored lse. [BOUND-GRAD]"""
+    arithmetic, c = Arithmetic(numerics, schedule.exp_bias), numerics
+    scores = emulate_scores(block, arithmetic, rule)
+    bits, kv_bits = c.operand_bits, c.kv_bits or c.operand_bits
+    q, k, v = (arithmetic.operand(x, n) for x, n in ((block.q, bits), (block.k, kv_bits), (block.v, kv_bits)))
+    upstream = arithmetic.operand(do, bits)
+    lse = np.where(np.isfinite(forward.lse), forward.lse, 0.0)[:, None]
+    p = arithmetic.exp(arithmetic.compute(scores - lse))
+    keep = np.ones_like(p) if block.dropout is None else block.dropout
+    dp = arithmetic.compute(arithmetic.product(upstream, v.T) * keep)
+    row_term = arithmetic.total(arithmetic.compute(do * forward.out))
+    if dlse is not None:
+        row_term = arithmetic.compute(row_term - dlse[:, None])
+    row_term = arithmetic.stored(row_term, c.d_storage)
+    reused = arithmetic.stored_p(p) if c.ds_from_p else p
+    ds = arithmetic.compute(reused * arithmetic.compute(dp - row_term))
+    if block.cap is not None:
+        tanh = arithmetic.compute(np.where(block.mask, scores, 0.0) / block.cap)
+        ds = arithmetic.compute(ds * arithmetic.compute(1 - arithmetic.compute(tanh * tanh)))
+    scale = float(arithmetic.compute(np.asarray(block.sm_scale)))
+    ds = arithmetic.compute(ds * scale) if c.ds_scaled else ds
+    stored, rest = arithmetic.stored(ds, c.ds_storage), 1.0 if c.ds_scaled else scale
+    dv_weights = arithmetic.stored_p(arithmetic.compute(p * keep))
+    dsink = np.zeros(len(p))
+    if block.sink is not None:
+        dsink = arithmetic.compute(-arithmetic.exp(arithmetic.compute(block.sink - lse[:, 0])) * row_term[:, 0])
+    return EmulatedBackward(
+        dq=store(arithmetic.compute(arithmetic.product(stored, k) * rest), c.out_dtype),
+        dk=store(sum_heads(block, arithmetic, stored, q, rest), c.out_dtype),
+        dv=store(sum_heads(block, arithmetic, dv_weights, upstream, 1.0), c.out_dtype),
+        dsink=dsink,
+    )
+
+
+def sum_heads(block: AttentionBlock, arithmetic: Arithmetic, left: Array, right: Array, scale: float) -> Array:
+    """left^T right over all rows, head by head, each head rounded where that is declared."""
+    total = np.zeros((left.shape[1], right.shape[1]))
+    for rows in np.array_split(np.arange(len(left)), block.num_heads):
+        part = arithmetic.compute(arithmetic.product(left[rows].T, right[rows]) * scale)
+        if arithmetic.numerics.heads_low:
+            part = store(part, arithmetic.numerics.out_dtype)
+        total = arithmetic.compute(total + part)
+    return total

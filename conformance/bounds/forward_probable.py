@@ -1,0 +1,239 @@
+"""Probable error of out and lse, about six standard deviations. [BOUND-PROBABILISTIC]
+
+Random parts add in squares, systematic parts add up, the output's rounding stays whole. Where roundings are not
+independent, or not zero on average, a term of its own says so (items a to g of section 4.9).
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+import numpy as np
+
+from attnconform.conformance.bounds.block import Array, Mask
+from attnconform.conformance.bounds.correlation import (
+    Cells,
+    absolute_cells,
+    compute_partial_range,
+    compute_typical_partial,
+    count_rises,
+    relative_cells,
+)
+from attnconform.conformance.bounds.forward_worst import (
+    LARGEST_EXPONENT,
+    WorstForward,
+    lse_arithmetic,
+    stored_weight_error,
+)
+from attnconform.conformance.bounds.numerics import Numerics
+from attnconform.conformance.bounds.rounding import (
+    accumulation_drift,
+    accumulation_variance,
+    largest,
+    lse_rounding,
+    output_rounding,
+    sum_row,
+)
+from attnconform.conformance.bounds.softmax import Operands, Softmax
+
+LAMBDA = 6.0
+# Logits closer than this share one rounding error of their weight. [4.9b]
+LOGIT_CELL = 2.0**-11
+
+
+def compute_growth(exponent: Array) -> Array:
+    """expm1(t) / t: from an error of the exponent to a relative error of the weight."""
+    return np.where(exponent > 1e-9, np.expm1(exponent) / np.maximum(exponent, 1e-9), 1)
+
+
+@dataclass(frozen=True)
+class ProbableForward:
+    """Probable terms of one block: (rows, keys), or (rows, 1) for what a row shares."""
+
+    worst: WorstForward
+
+    @property
+    def softmax(self) -> Softmax:
+        return self.worst.softmax
+
+    @property
+    def operands(self) -> Operands:
+        return self.worst.operands
+
+    @property
+    def numerics(self) -> Numerics:
+        return self.worst.numerics
+
+    @cached_property
+    def out(self) -> Array:
+        """B1 + h(|o| + B1), never above the worst case."""
+        deviation = LAMBDA * np.sqrt(self.out_variance)
+        grown = (1 + 2 * self.numerics.worst_u_p) / np.maximum(1 - self.total_error, 0.5)
+        error = (deviation + self.out_drift) * grown
+        bound = error + output_rounding(self.numerics, np.abs(self.softmax.out) + error)
+        return np.where(self.is_valid, np.minimum(self.worst.out, bound), self.worst.out)
+
+    @cached_property
+    def lse(self) -> Array:
+        """Noise of the denominator's terms and of their sum, drift, the logarithm, and lse's storage."""
+        x, c = self.softmax, self.numerics
+        variance = sum_row(self.logit_variance) + c.u**2 * self.chain_variance / 3
+        variance = variance + c.l_from_p * self.stored_sum_variance
+        drift = sum_row(x.weights * self.drift) + 4 * c.u + c.l_from_p * self.stored_sum_drift
+        error = LAMBDA * np.sqrt(variance) + drift + lse_arithmetic(self.worst, logs=2)
+        bound = error / np.maximum(1 - self.total_error, 0.5) + lse_rounding(c, x.lse)
+        return np.where(self.is_valid, np.minimum(self.worst.lse, bound), self.worst.lse)
+
+    @cached_property
+    def typical_dot(self) -> Array:
+        """x~: typical partial sum of sm_scale q.k."""
+        return self.softmax.sm_scale * compute_typical_partial(self.softmax.q, self.softmax.k.T)
+
+    @cached_property
+    def partial_out(self) -> Array:
+        """v~: any contiguous partial sum of P.V."""
+        return compute_partial_range(self.softmax.value_weights, self.softmax.v)
+
+    @cached_property
+    def known_change(self) -> Array:
+        """known_j: the rounding of an input is data, not chance, so its effect on a logit is computed. [4.9d]"""
+        q, k = self.softmax.q, self.softmax.k
+        changes = [dq @ k.T + (q + dq) @ dk.T for dq, dk in product(self.operands.q, self.operands.k)]
+        return self.softmax.sm_scale * largest(changes)
+
+    @cached_property
+    def rescales(self) -> Array:
+        """R: rises of the running maximum, keys in order, reversed or at random; one per tile at most. [4.9g]"""
+        x = self.softmax
+        shifted = np.where(x.mask, x.scores, -np.inf)
+        in_order = np.maximum(count_rises(shifted), count_rises(shifted[:, ::-1]))
+        at_random = 2 * np.log(x.num_keys + 1) + 4
+        return np.minimum(x.count_tiles(self.numerics), np.maximum(in_order, at_random)) + self.numerics.num_splits
+
+    @cached_property
+    def logit_noise(self) -> Array:
+        """Standard deviation of a logit's error: dot product, storage, numbers of its size, exp."""
+        x, c, head_dim = self.softmax, self.numerics, self.softmax.q.shape[1]
+        dot = accumulation_variance(c, head_dim, head_dim) * self.typical_dot**2
+        sizes = (4 * c.u * (x.score_size + x.added)) ** 2
+        return np.sqrt(dot + (self.worst.score_rounding**2 + sizes + c.exp_error**2) / 3) * x.mask
+
+    @cached_property
+    def logit_drift(self) -> Array:
+        """Systematic part: cuts, input roundings, underflow; rescalings act on all earlier keys. [4.9a, d, e, g]"""
+        x, c, head_dim = self.softmax, self.numerics, self.softmax.q.shape[1]
+        cuts = accumulation_drift(c, head_dim, head_dim) * self.typical_dot
+        sizes = c.u * ((1 + 3 * c.merges) * x.score_size + 6 * (x.gap + c.lazy_rescale) + 4)
+        rescales = LAMBDA * c.exp_error * np.sqrt(self.rescales / 3)
+        lost = np.minimum(1, c.tiny / np.maximum(x.exps, 1e-300))
+        drift = cuts + sizes + rescales + self.known_change + self.worst.rule_error + lost
+        flat = c.merges * (4 * c.u * x.row_size + 2 * c.exp_error)
+        return np.where(self.worst.is_flat, flat, drift) * x.mask
+
+    @cached_property
+    def exponent(self) -> Array:
+        """t = b + 6 r."""
+        return np.minimum(self.logit_drift + LAMBDA * self.logit_noise, LARGEST_EXPONENT)
+
+    @cached_property
+    def noise(self) -> Array:
+        """r_j, relative to the weight."""
+        return self.logit_noise * compute_growth(self.exponent)
+
+    @cached_property
+    def drift(self) -> Array:
+        """b_j, relative to the weight."""
+        return self.logit_drift * compute_growth(self.exponent)
+
+    @cached_property
+    def total_error(self) -> Array:
+        """Fp = sum P expm1(t)."""
+        return sum_row(self.softmax.weights * np.expm1(self.exponent))
+
+    @cached_property
+    def is_valid(self) -> Mask:
+        """Rows where first order holds; elsewhere the worst case is used."""
+        return self.total_error < 0.5
+
+    @cached_property
+    def logit_cells(self) -> Cells:
+        """Keys whose logits round alike: close ones, or where scores are stored those of one stored value. [4.9b]"""
+        if self.numerics.u_score:
+            return relative_cells(self.softmax.scores, self.numerics.u_score / 2)
+        return absolute_cells(self.softmax.scores, LOGIT_CELL, self.softmax.mask)
+
+    @cached_property
+    def weight_cells(self) -> Cells:
+        """Keys whose stored P round alike: a quarter of an ulp of p is so much of a logit. [4.9b]"""
+        return absolute_cells(self.softmax.scores, self.numerics.u_p / 2 or 1, self.softmax.mask)
+
+    @cached_property
+    def weight_rounding(self) -> Array:
+        """w_j of a rounding to nearest; that of a cut errs one way and is drift besides."""
+        rounding = stored_weight_error(self.softmax, self.numerics, u=self.numerics.u_p, growth=self.exponent)
+        return rounding * (self.numerics.u_p > 0)
+
+    @cached_property
+    def flushed(self) -> Array:
+        """P where storing it may give 0: all such errors go one way. [4.9e]"""
+        divisor = 1.0 if self.numerics.norm_p else self.softmax.row_sum
+        return self.softmax.weights * (self.softmax.weights * divisor < self.numerics.eta_p)
+
+    @cached_property
+    def logit_variance(self) -> Array:
+        """(P r)^2 per cell, spread over its keys."""
+        return self.logit_cells.sum_coherent(self.softmax.weights * self.noise)
+
+    @cached_property
+    def stored_sum_variance(self) -> Array:
+        """Variance of the sum of the stored P."""
+        return sum_row(self.weight_cells.sum_coherent(self.weight_rounding)) / 3
+
+    @cached_property
+    def stored_sum_drift(self) -> Array:
+        """What cuts and flushes take from the sum of the stored P."""
+        return self.numerics.truncates * self.numerics.u_p + sum_row(self.flushed)
+
+    @cached_property
+    def chain_variance(self) -> Array:
+        """ch2: equal terms added in a row drift linearly, by the coincidence index N2 / n^2. [4.9c]"""
+        chain = self.worst.denominator_chain
+        alike = sum_row(self.logit_cells.sum_coherent(self.softmax.mask.astype(np.float64)))
+        grown = np.maximum(chain, chain**2 * alike / self.softmax.num_keys**2)
+        return np.minimum(grown, 3 * (self.worst.denominator_error / self.numerics.u / LAMBDA) ** 2)
+
+    @cached_property
+    def sum_variance(self) -> Array:
+        """var(n, N) + U^2 T / 3: accumulation of P.V, relative to the square of v~."""
+        x, c = self.softmax, self.numerics
+        return accumulation_variance(c, x.num_keys, len(x.k)) + c.u**2 * x.count_tiles(c) / 3
+
+    @cached_property
+    def out_variance(self) -> Array:
+        """V: logits, storage of P, accumulation, denominator."""
+        x, c, logit = self.softmax, self.numerics, self.logit_variance
+        moved = (logit * x.keep**2) @ x.v**2 - 2 * x.out * ((logit * x.keep) @ x.v) + x.out**2 * sum_row(logit)
+        stored = self.weight_cells.sum_coherent(self.weight_rounding * x.keep) @ x.v**2 / 3
+        if c.l_from_p:
+            stored = 2 * (stored + x.out**2 * self.stored_sum_variance)
+        denominator = x.out**2 * c.u**2 * self.chain_variance / 3
+        return np.maximum(moved, 0) + stored + self.sum_variance * self.partial_out**2 + denominator
+
+    @cached_property
+    def row_drift(self) -> Array:
+        """8U, a merge, and what cutting P takes: relative to the row's out."""
+        c = self.numerics
+        cut = c.truncates * c.u_p
+        return 8 * c.u + self.worst.merge_error + cut + c.l_from_p * self.stored_sum_drift
+
+    @cached_property
+    def out_drift(self) -> Array:
+        """S_: systematic part of out's error."""
+        x = self.softmax
+        return (
+            np.sqrt(sum_row(x.weights * self.drift**2)) * x.spread
+            + (self.flushed * x.keep) @ np.abs(x.v)
+            + largest([x.value_weights @ change for change in self.operands.v])
+            + accumulation_drift(self.numerics, x.num_keys, len(x.k)) * self.partial_out
+            + np.abs(x.out) * self.row_drift
+        )

@@ -1,0 +1,196 @@
+"""Exact softmax of one block, and the magnitudes that every bound is made of. [BOUND-OUT]
+
+Columns are keys, the sink (if any) the last of them; rows that see nothing are left out. What concerns a whole row
+is a column vector.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from attnconform.conformance.bounds.block import Array, AttentionBlock, Mask
+from attnconform.conformance.bounds.numerics import Numerics
+from attnconform.conformance.bounds.rounding import largest, operand_changes, sum_row
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What the declared roundings may add to q, k and v; each list holds one change per possible rounding."""
+
+    q: list[Array]
+    k: list[Array]
+    v: list[Array]
+
+    @cached_property
+    def largest_q(self) -> Array:
+        return largest(self.q)
+
+    @cached_property
+    def largest_k(self) -> Array:
+        return largest(self.k)
+
+    @cached_property
+    def largest_v(self) -> Array:
+        return largest(self.v)
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """Rows with at least one key, their weights, and how large the numbers are that a kernel meets on its way."""
+
+    q: Array
+    k: Array
+    v: Array
+    mask: Mask
+    scores: Array  # s, 0 where masked
+    added: Array  # sum of |bias|
+    slope: Array  # d score / d (sm_scale q.k)
+    keep: Array  # dropout: keep mask / (1 - rate)
+    sm_scale: float
+    cap: float | None
+    has_sink: bool
+    head_of_row: npt.NDArray[np.intp]
+    num_heads: int
+    num_rows: int  # listed rows, empty ones included
+    visible: Mask  # which listed rows these are
+    exps: Array  # p = e^(s - m)
+    row_max: Array  # m
+    row_sum: Array  # l
+    num_keys: Array  # n
+
+    @cached_property
+    def weights(self) -> Array:
+        """P."""
+        return self.exps / self.row_sum
+
+    @cached_property
+    def value_weights(self) -> Array:
+        """P as it multiplies V: after dropout."""
+        return self.weights * self.keep
+
+    @cached_property
+    def out(self) -> Array:
+        return self.value_weights @ self.v
+
+    @cached_property
+    def lse(self) -> Array:
+        return self.row_max + np.log(self.row_sum)
+
+    @cached_property
+    def row_size(self) -> Array:
+        """Z = max(|m|, |lse|)."""
+        return np.maximum(np.abs(self.row_max), np.abs(self.lse))
+
+    @cached_property
+    def score_size(self) -> Array:
+        """z = max(|s|, Z): the largest number that a logit passes through."""
+        return np.maximum(np.abs(self.scores), self.row_size) * self.mask
+
+    @cached_property
+    def gap(self) -> Array:
+        """|s - m|."""
+        return (self.row_max - self.scores) * self.mask
+
+    @cached_property
+    def dot_size(self) -> Array:
+        """A = sm_scale sum |q||k|, the size of a logit's dot product; biases count with it. [4.10]"""
+        return self.sm_scale * (np.abs(self.q) @ np.abs(self.k).T) * self.mask + self.added
+
+    @cached_property
+    def value_size(self) -> Array:
+        """sum P|v|: no partial sum of out exceeds it."""
+        return self.value_weights @ np.abs(self.v)
+
+    @cached_property
+    def is_flat(self) -> Mask:
+        """Every logit is exactly 0 (q = 0): every p is exactly 1 and sums of them are integers."""
+        return ~((self.dot_size > 0) | (self.scores != 0)).any(1, keepdims=True)
+
+    @cached_property
+    def spread(self) -> Array:
+        """sd of v under P; the last term covers the cancellation in this line."""
+        square = (self.value_weights * self.keep) @ self.v**2
+        return np.sqrt(np.maximum(square - self.out**2, 0) + 1e-15 * square)
+
+    @cached_property
+    def hull(self) -> Array:
+        """How far out can be from any convex combination of the values that some row sees."""
+        seen = self.v[self.mask.any(0)]
+        low, high = seen.min(0), seen.max(0)
+        if (self.keep != 1).any():
+            low, high = np.minimum(low * self.keep.max(), 0), np.maximum(high * self.keep.max(), 0)
+        return np.maximum(high - self.out, self.out - low)
+
+    def count_tiles(self, numerics: Numerics) -> Array:
+        """T: how often a row's running maximum may be updated, merges included."""
+        return np.minimum(self.num_keys, np.ceil(len(self.k) / numerics.min_tile)) + numerics.num_splits
+
+
+def compute_softmax(block: AttentionBlock) -> Softmax:
+    """Exact weights of the rows that see a key or a sink."""
+    mask, scores = block.mask, np.where(block.mask, block.scores, 0.0)
+    seen = mask.any(0)[:, None]
+    k, v = np.where(seen, block.k, 0.0), np.where(seen, block.v, 0.0)
+    added, slope, keep = _fill(mask, block.added, 0.0), _fill(mask, block.slope, 1.0), _fill(mask, block.dropout, 1.0)
+    if block.sink is not None:
+        # One more key whose k and v are 0 and whose logit is given, -inf where a row has none. [4.10]
+        is_given = np.isfinite(block.sink)
+        k, v = (np.vstack([x, np.zeros((1, x.shape[1]))]) for x in (k, v))
+        mask, scores = np.c_[mask, is_given], np.c_[scores, np.where(is_given, block.sink, 0.0)]
+        added, slope, keep = (np.c_[x, np.full(len(x), default)] for x, default in ((added, 0.0), (slope, 1.0), (keep, 1.0)))
+    visible = mask.any(1)
+    q, mask, scores, added, slope, keep = (x[visible] for x in (block.q, mask, scores, added, slope, keep))
+    _check_finite(q=q, k=k, v=v, scores=scores)
+    shifted = np.where(mask, scores, -np.inf)
+    row_max = shifted.max(1, keepdims=True, initial=-np.inf)
+    exps = np.exp(shifted - row_max)
+    return Softmax(
+        q=q,
+        k=k,
+        v=v,
+        mask=mask,
+        scores=scores,
+        added=added,
+        slope=slope,
+        keep=keep,
+        sm_scale=block.sm_scale,
+        cap=block.cap,
+        has_sink=block.sink is not None,
+        head_of_row=np.flatnonzero(visible) // max(len(visible) // block.num_heads, 1),
+        num_heads=block.num_heads,
+        num_rows=len(visible),
+        visible=visible,
+        exps=exps,
+        row_max=row_max,
+        row_sum=sum_row(exps),
+        num_keys=sum_row(mask.astype(np.float64)),
+    )
+
+
+def compute_operands(x: Softmax, numerics: Numerics) -> Operands:
+    """What the declared roundings of operands may do to q, k and v."""
+    bits, kv_bits, cuts = numerics.operand_bits, numerics.kv_bits or numerics.operand_bits, numerics.truncates
+    q, k = operand_changes(x.q, bits, cuts), operand_changes(x.k, kv_bits, cuts)
+    if numerics.prescale == "q":
+        factors = (x.sm_scale, x.sm_scale * np.log2(np.e))
+        q = [change for factor in factors for change in _scaled_changes(x.q, factor, numerics)]
+    if numerics.prescale == "q_and_k":
+        q, k = (_scaled_changes(y, x.sm_scale**0.5, numerics) for y in (x.q, x.k))
+    return Operands(q, k, operand_changes(x.v, kv_bits, cuts))
+
+
+def _scaled_changes(x: Array, factor: float, numerics: Numerics) -> list[Array]:
+    return [change / factor for change in operand_changes(x * factor, numerics.prescale_bits, numerics.truncates)]
+
+
+def _fill(mask: Mask, x: Array | None, default: float) -> Array:
+    return np.full(mask.shape, default) if x is None else np.where(mask, x, default)
+
+
+def _check_finite(**arrays: Array) -> None:
+    # A NaN would turn every bound into one that no error exceeds.
+    for name, x in arrays.items():
+        if not np.isfinite(x).all():
+            raise ValueError(f"{name} has a non-finite value that some row attends")

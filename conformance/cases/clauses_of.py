@@ -1,0 +1,65 @@
+"""Which clauses a case exercises, read off its axes."""
+
+from attnconform.conformance.cases.axes import Row
+
+EVERY_FORWARD = (
+    "SET-IDENTITY", "COORD-SLOT", "COORD-ROW", "MASK-BEFORE-MAX", "MASK-OFFSET", "MASK-TAIL", "MASK-INTERFERE",
+    "SCORE-SCALE", "LSE-NATURAL", "MERGE-STATE", "GQA-MAP", "SAFE-WRITE", "SAFE-BOUNDS", "SAFE-INPUTS", "SAFE-PATH",
+    "DETERMINISM-RUN", "EMPTY-NEIGHBOUR", "COORD-WIDE",
+)  # fmt: skip
+EVERY_BACKWARD = ("GRAD-FORMULA", "GRAD-SET", "GRAD-ZERO", "GRAD-SUM", "GRAD-LSE")
+
+OF_VALUE: dict[tuple[str, str], tuple[str, ...]] = {
+    ("granularity", "token"): ("SET-ORDER", "GQA-LISTS"),
+    ("granularity", "block"): ("BLOCK-EXPAND", "BLOCK-MEMBER", "BLOCK-BIND", "GQA-LISTS"),
+    ("listing", "shuffled"): ("SET-ORDER",),
+    ("listing", "duplicates"): ("SET-DUPLICATE", "SET-ORDER"),
+    ("listing", "holes"): ("SET-HOLE", "SET-ORDER"),
+    ("listing", "holes_and_duplicates"): ("SET-HOLE", "SET-DUPLICATE", "SET-ORDER"),
+    ("local", "window"): ("SET-UNION",),
+    ("local", "sinks"): ("SET-UNION",),
+    ("local", "window_and_sinks"): ("SET-UNION", "SET-DUPLICATE"),
+    ("pages", "shuffled"): ("COORD-RENUMBER", "COORD-LOGICAL"),
+    ("pages", "shared_prefix"): ("COORD-RENUMBER", "COORD-LOGICAL"),
+    ("pages", "high"): ("COORD-RENUMBER", "COORD-LOGICAL"),
+    ("pages", "aliased"): ("SET-ALIAS", "COORD-LOGICAL", "COORD-RENUMBER"),
+    ("strides", "interleaved"): ("COORD-STRIDE",),
+    ("layout", "HND"): ("COORD-STRIDE",),
+    ("mask", "causal"): ("MASK-CAUSAL", "MASK-NO-BIAS"),
+    ("mask", "window"): ("MASK-WINDOW", "MASK-NO-BIAS"),
+    ("mask", "causal_window"): ("MASK-CAUSAL", "MASK-WINDOW", "MASK-COMPOSE", "MASK-NO-BIAS"),
+    ("mask", "prefix"): ("MASK-PREFIX", "MASK-NO-BIAS"),
+    ("mask", "document"): ("MASK-DOCUMENT", "MASK-CAUSAL", "MASK-COMPOSE", "MASK-NO-BIAS"),
+    ("mask", "causal_or_document"): ("MASK-DOCUMENT", "MASK-WINDOW", "MASK-COMPOSE", "MASK-NO-BIAS"),
+    ("score", "alibi"): ("SCORE-ALIBI", "SCORE-HEAD"),
+    ("score", "softcap"): ("SCORE-SOFTCAP",),
+    ("score", "alibi_softcap"): ("SCORE-ALIBI", "SCORE-SOFTCAP", "SCORE-ORDER", "SCORE-HEAD"),
+    ("sink", "logits"): ("LSE-SINK",),
+}  # fmt: skip
+BACKWARD_OF_VALUE: dict[tuple[str, str], tuple[str, ...]] = {
+    ("score", "softcap"): ("GRAD-SOFTCAP",),
+    ("sink", "logits"): ("GRAD-SINK",),
+}
+BLOCKS_OF_THE_MASK = ("BLOCK-COMPLETE", "BLOCK-EXCLUSIVE", "BLOCK-FULL", "BLOCK-DECODE")
+
+
+def clauses_of(operation: str, row: Row, *, has_empty_row: bool) -> tuple[str, ...]:
+    """Clauses of one row of axis values."""
+    clauses = set(EVERY_FORWARD)
+    for pair in row.items():
+        clauses.update(OF_VALUE.get(pair, ()))
+    if row["splits"] != "1":
+        clauses.update(("MERGE-SPLIT", "MERGE-DISJOINT", "MERGE-OUTPUTS", "MERGE-EMPTY"))
+    if row["granularity"] == "dense" and row["mask"] != "none":
+        clauses.update(BLOCKS_OF_THE_MASK)
+    if has_empty_row:
+        clauses.update(("EMPTY-OUT", "EMPTY-LSE", "EMPTY-POLICY"))
+    if operation == "backward":
+        clauses.update(EVERY_BACKWARD)
+        for pair in row.items():
+            clauses.update(BACKWARD_OF_VALUE.get(pair, ()))
+        if row["granularity"] == "dense":
+            clauses.add("BLOCK-TRANSPOSE")
+        if has_empty_row:
+            clauses.add("EMPTY-GRAD")
+    return tuple(sorted(clauses))

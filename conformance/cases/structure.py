@@ -1,0 +1,177 @@
+"""A case: explicit structure, a recipe for the numbers, one 64-bit seed, and the clauses it exercises."""
+
+import hashlib
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from attnconform.conformance.views import Hints
+from attnconform.reference.cache import UNUSED_PAGE, PagedCache
+from attnconform.reference.candidates import Candidates
+from attnconform.reference.problem import AttentionProblem, default_q_offset
+from attnconform.reference.rules import Alibi, MaskRule, ScoreRule
+
+Operation = Literal["forward", "backward", "refusal"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+ValueKind = Literal[
+    "normal", "peaked", "zero_q", "half_mass", "equal_keys", "extreme", "far_key", "zero_lane", "v_mean", "integers"
+]
+
+# what JSON cannot hold, or what belongs to a tensor and not to the problem
+Corruption = Literal["nan_sm_scale", "nan_sink_logit", "inf_slope", "q_head_dim", "kv_heads"]
+
+
+class CandidateStructure(msgspec.Struct, frozen=True, kw_only=True):
+    """Dynamic lists exactly as a backend gets them: holes, duplicates and order included."""
+
+    lists: tuple[tuple[int, ...], ...]
+    granularity: Literal["token", "block"] = "token"
+    block_size: int = 1
+    sharing: Literal["query_head", "kv_head", "shared"] = "query_head"
+    q_block_size: int = 1
+    window: int = 0
+    num_sink_tokens: int = 0
+    form: Literal["set", "multiset"] = "set"
+
+
+class Structure(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything of a case but the numbers in its tensors. Lengths are in tokens, one per request."""
+
+    dtype: Dtype = "float32"
+    seqlens_q: tuple[int, ...]
+    seqlens_kv: tuple[int, ...]
+    q_offset: tuple[int, ...] | None = None  # None: bottom-right
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_vo: int
+    page_size: int
+    num_pages: int
+    page_table: tuple[tuple[int, ...], ...]  # per request, only the pages it uses
+    layout: Literal["NHD", "HND"] = "NHD"
+    interleaved: bool = False  # K and V are views of one pool, so that strides are not those of a dense tensor
+    page_owner: tuple[int, ...] | None = None  # the one request that may read a page, or -1 for every request
+    candidates: CandidateStructure | None = None
+    mask_rule: MaskRule | None = None
+    score_rules: tuple[ScoreRule, ...] = ()
+    sm_scale: float
+    sink_logits: tuple[float, ...] | None = None
+    empty_row: Literal["zero", "refuse"] = "zero"
+    hints: Hints = Hints()
+    corruption: Corruption | None = None  # refusal cases alone
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of the matrix. The id names the content: a changed case has another id."""
+
+    id: str
+    level: Literal["L0", "L1", "L2", "L3", "L4"]
+    operation: Operation
+    structure: Structure
+    values: ValueKind
+    seed: int
+    clauses: tuple[str, ...]  # what this case exercises
+    axes: dict[str, str] = {}
+    refuses: str | None = None  # the clause under which the problem must be refused
+
+
+def case_digest(case: Case) -> str:
+    """Eight hex digits of everything that decides the case's content."""
+    content = (case.operation, case.structure, case.values, case.seed, case.refuses)
+    return hashlib.sha256(msgspec.json.encode(content, order="deterministic")).hexdigest()[:8]
+
+
+def named(case: Case, slug: str) -> Case:
+    """The case with its permanent id, level.operation.slug.digest."""
+    return msgspec.structs.replace(case, id=f"{case.level}.{case.operation}.{slug}.{case_digest(case)}")
+
+
+def build_problem(structure: Structure) -> AttentionProblem:
+    """The AttentionProblem of a structure. Invalid structures build too: refusing them is the backend's part."""
+    structure = corrupt(structure)
+    qo_indptr = np.concatenate([[0], np.cumsum(structure.seqlens_q)]).astype(np.int64)
+    seqlen_kv = np.asarray(structure.seqlens_kv, dtype=np.int64)
+    sinks = structure.sink_logits
+    return AttentionProblem(
+        qo_indptr=qo_indptr,
+        seqlen_kv=seqlen_kv,
+        q_offset=default_q_offset(qo_indptr, seqlen_kv)
+        if structure.q_offset is None
+        else np.asarray(structure.q_offset, dtype=np.int64),
+        num_qo_heads=structure.num_qo_heads,
+        num_kv_heads=structure.num_kv_heads,
+        head_dim_qk=structure.head_dim_qk,
+        head_dim_vo=structure.head_dim_vo,
+        cache=build_cache(structure),
+        sm_scale=structure.sm_scale,
+        candidates=None if structure.candidates is None else build_candidates(structure.candidates),
+        mask_rule=structure.mask_rule,
+        score_rules=structure.score_rules,
+        sink_logits=None if sinks is None else np.asarray(sinks, dtype=np.float64),
+        empty_row=structure.empty_row,
+    )
+
+
+def corrupt(structure: Structure) -> Structure:
+    """The structure with its corruption applied, where that is one of the problem's own numbers."""
+    match structure.corruption:
+        case "nan_sm_scale":
+            return msgspec.structs.replace(structure, sm_scale=float("nan"))
+        case "nan_sink_logit":
+            return msgspec.structs.replace(structure, sink_logits=(float("nan"), *(structure.sink_logits or ())[1:]))
+        case "inf_slope":
+            return msgspec.structs.replace(structure, score_rules=(Alibi((float("inf"),) * structure.num_qo_heads),))
+        case _:
+            return structure
+
+
+def build_cache(structure: Structure) -> PagedCache:
+    """The paged cache, its table padded with UNUSED_PAGE."""
+    width = max((len(row) for row in structure.page_table), default=0)
+    table = np.full((len(structure.page_table), width), UNUSED_PAGE, dtype=np.int64)
+    for n, row in enumerate(structure.page_table):
+        table[n, : len(row)] = row
+    owned = None
+    if structure.page_owner is not None:
+        owner = np.asarray(structure.page_owner)
+        owned = (owner == -1) | (owner == np.arange(len(structure.page_table))[:, None])
+    return PagedCache(
+        page_size=structure.page_size,
+        num_pages=structure.num_pages,
+        page_table=table,
+        layout=structure.layout,
+        owned=owned,
+    )
+
+
+def build_candidates(structure: CandidateStructure) -> Candidates:
+    """Lists as CSR."""
+    flat = [i for entries in structure.lists for i in entries]
+    return Candidates(
+        indptr=np.concatenate([[0], np.cumsum([len(entries) for entries in structure.lists])]).astype(np.int64),
+        indices=np.asarray(flat, dtype=np.int64),
+        granularity=structure.granularity,
+        block_size=structure.block_size,
+        sharing=structure.sharing,
+        q_block_size=structure.q_block_size,
+        window=structure.window,
+        num_sink_tokens=structure.num_sink_tokens,
+        form=structure.form,
+    )
+
+
+def encode_case(case: Case) -> bytes:
+    """A case as JSON."""
+    return msgspec.json.format(msgspec.json.encode(case, order="deterministic"), indent=1)
+
+
+def decode_case(data: bytes, source: str) -> Case:
+    """A case from JSON. Raises ValueError naming the source where it is not one, or where it was edited."""
+    try:
+        case = msgspec.json.decode(data, type=Case)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{source} is not a case: {error}") from None
+    if not case.id.endswith(case_digest(case)):
+        raise ValueError(f"{source}: id {case.id} does not match its content, digest {case_digest(case)}")
+    return case

@@ -1,0 +1,98 @@
+"""The numbers of a case: designed so that the fault a case is there to catch moves an output visibly."""
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from attnconform.conformance.cases.structure import Case, Dtype, ValueKind
+from attnconform.reference import philox
+from attnconform.reference.coordinates import FloatArray
+from attnconform.reference.problem import AttentionProblem
+
+NUMPY_DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+EXTREME_SCORE = 5e4
+FAR_SCORE = -524288.0
+LANE_SCORE = -20.0  # a zero-filled lane would outweigh every real key by e^20
+Q_STREAM, K_STREAM, V_STREAM, DOUT_STREAM, DLSE_STREAM = range(1, 6)
+
+
+@dataclass(frozen=True)
+class Values:
+    """Inputs in float64, each exactly representable in the case's dtype; k and v by slot."""
+
+    q: FloatArray  # (total_q, num_qo_heads, head_dim_qk)
+    k: FloatArray  # (num_slots, num_kv_heads, head_dim_qk)
+    v: FloatArray  # (num_slots, num_kv_heads, head_dim_vo)
+    dout: FloatArray  # (total_q, num_qo_heads, head_dim_vo)
+    dlse: FloatArray  # (total_q, num_qo_heads)
+
+
+def round_to(values: FloatArray, dtype: Dtype) -> FloatArray:
+    """The nearest numbers that dtype holds, as float64."""
+    return values.astype(NUMPY_DTYPES[dtype]).astype(np.float64)
+
+
+def build_values(case: Case, problem: AttentionProblem) -> Values:
+    """The inputs of a case, from its recipe and seed alone."""
+    rows, slots = problem.total_q, problem.cache.num_slots
+    q = philox.normal(case.seed, Q_STREAM, (rows, problem.num_qo_heads, problem.head_dim_qk))
+    k = philox.normal(case.seed, K_STREAM, (slots, problem.num_kv_heads, problem.head_dim_qk))
+    v = philox.normal(case.seed, V_STREAM, (slots, problem.num_kv_heads, problem.head_dim_vo))
+    q, k, v = shape_values(case.values, problem, q, k, v)
+    dout = philox.normal(case.seed, DOUT_STREAM, (rows, problem.num_qo_heads, problem.head_dim_vo))
+    dlse = philox.normal(case.seed, DLSE_STREAM, (rows, problem.num_qo_heads))
+    dtype = case.structure.dtype
+    rounded = [round_to(x, dtype) for x in (q, k, v, dout)]
+    return Values(*rounded, dlse=round_to(dlse, "float32"))
+
+
+def shape_values(
+    kind: ValueKind, problem: AttentionProblem, q: FloatArray, k: FloatArray, v: FloatArray
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Normal numbers bent into one of the designed families."""
+    match kind:
+        case "normal":
+            return q, k, v
+        case "peaked":
+            return 4 * q, k, v
+        case "zero_q":
+            return 0 * q, k, v
+        case "equal_keys":
+            return q, np.broadcast_to(k[:1], k.shape), v
+        case "integers":
+            return np.rint(q), np.rint(k), np.rint(2 * v)
+        case "v_mean":
+            return q, k, 1 + v / 8
+        case "half_mass":
+            longest = max(int(problem.seqlen_kv.max(initial=1)), 2)
+            return along_first_axis(problem, q, k, first_key_score=float(np.log(longest)), v=v)
+        case "far_key":
+            return along_first_axis(problem, q, k, first_key_score=FAR_SCORE, v=v)
+        case "zero_lane":
+            return along_first_axis(problem, q, k, first_key_score=LANE_SCORE, other_score=LANE_SCORE, v=v)
+        case "extreme":
+            signs = np.where(k[:, :, :1] > 0, 1.0, -1.0)
+            return along_first_axis(problem, q, k, first_key_score=EXTREME_SCORE, other_score=EXTREME_SCORE * signs[..., 0], v=v)
+
+
+def along_first_axis(
+    problem: AttentionProblem,
+    q: FloatArray,
+    k: FloatArray,
+    *,
+    first_key_score: float,
+    other_score: float | FloatArray = 0.0,  # a number, or (num_slots, num_kv_heads)
+    v: FloatArray,
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Scores set by hand: q's first component alone decides them, and small noise rides on the second.
+
+    The first position of every request gets `first_key_score`, every other slot `other_score`.
+    """
+    along = np.sqrt(np.abs(first_key_score) / problem.sm_scale) if first_key_score else 1.0
+    new_q, new_k = np.zeros_like(q), np.zeros_like(k)
+    new_q[..., 0], new_q[..., 1] = along, q[..., 1]
+    new_k[..., 0], new_k[..., 1] = np.asarray(other_score) / (problem.sm_scale * along), k[..., 1]
+    for n in np.flatnonzero(problem.seqlen_kv > 0):
+        new_k[problem.cache.page_table[n, 0] * problem.cache.page_size, :, 0] = first_key_score / (problem.sm_scale * along)
+    return new_q, new_k, v

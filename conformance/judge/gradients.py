@@ -1,0 +1,147 @@
+"""Gradients: each alone within its bound, exactly 0 where no query selects, and over the forward's own edges."""
+
+import numpy as np
+
+from attnconform.conformance.bounds.backward import backward_bounds
+from attnconform.conformance.bounds.forward import forward_bounds
+from attnconform.conformance.cases.values import Values
+from attnconform.conformance.clauses import checks
+from attnconform.conformance.judge.blocks import placed_blocks
+from attnconform.conformance.judge.hygiene import mutation_findings
+from attnconform.conformance.judge.membership import HEAD_ROTATION, LEAST_WEIGHT, expected_weights
+from attnconform.conformance.judge.trial import ObservedGradients, Trial, with_values
+from attnconform.conformance.judge.values import SEEDS, Comparison, judge_comparisons
+from attnconform.conformance.judge.verdict import Finding
+from attnconform.reference.coordinates import BoolArray, FloatArray, IntArray
+from attnconform.reference.steps import AttentionResult, Gradients
+
+
+def compare_gradients(
+    trial: Trial, values: Values, observed: ObservedGradients, oracle: Gradients, result: AttentionResult
+) -> list[Comparison]:
+    """dq, dk, dv and dsink with their bounds."""
+    numerics = trial.backend.capabilities.numerics_of(trial.case.structure.dtype)
+    dk, dv = oracle.in_pool(trial.problem.cache.num_slots)
+    want = {"dq": oracle.dq, "dk": dk, "dv": dv}
+    dsink = oracle.dsink
+    if dsink is not None and observed.dsink is not None:
+        want["dsink"] = dsink
+    bounds = {name: (np.zeros_like(array), np.zeros_like(array)) for name, array in want.items()}
+    dlse = trial.dlse(values)
+    for placed in placed_blocks(trial, values):
+        at = (placed.rows, placed.heads)
+        to_lse = None if dlse is None else dlse[at]
+        forward = forward_bounds(placed.block, numerics)
+        found = backward_bounds(placed.block, values.dout[at], numerics, forward, to_lse)
+        for i, form in enumerate(("worst", "prob")):
+            bounds["dq"][i][at] = getattr(found, f"dq_{form}")
+            # a slot may hold two positions, or serve two requests: its errors add up
+            np.add.at(bounds["dk"][i][:, placed.kv_head], placed.slots, getattr(found, f"dk_{form}"))
+            np.add.at(bounds["dv"][i][:, placed.kv_head], placed.slots, getattr(found, f"dv_{form}"))
+            if "dsink" in bounds:
+                np.add.at(bounds["dsink"][i], placed.heads, getattr(found, f"dsink_{form}"))
+    return [Comparison(name, getattr(observed, name), want[name], *bounds[name]) for name in want]
+
+
+@checks(
+    "GRAD-FORMULA", "GRAD-SET", "GRAD-SUM", "GRAD-SOFTCAP", "GRAD-SINK", "GRAD-LSE", "GRAD-ZERO", "EMPTY-GRAD",
+    "BLOCK-TRANSPOSE", "SAFE-INPUTS", "SET-ALIAS", "SCORE-HEAD", "GQA-MAP",
+)  # fmt: skip
+def check_gradients(trial: Trial) -> list[Finding]:
+    """dQ, dK, dV and dsink, each alone, element by element."""
+    observed = trial.run_backward(trial.values, trial.base)
+    findings = mutation_findings(observed.mutated, "backward")
+    oracle = trial.oracle_gradients(trial.values, trial.oracle)
+    if oracle.dsink is not None and observed.dsink is None:
+        message = "backward returned no dsink, though the problem has sink logits"
+        findings.append(Finding(state="FAIL_gradient", clauses=("GRAD-SINK",), message=message))
+    findings += zero_findings(trial, observed)
+    compared = compare_gradients(trial, trial.values, observed, oracle, trial.oracle)
+    return [*findings, *judge_comparisons(trial, compared, exceeds_under_other_seeds, "FAIL_gradient")]
+
+
+def zero_findings(trial: Trial, observed: ObservedGradients) -> list[Finding]:
+    """dk and dv are exactly 0 where no row attends a slot. [GRAD-ZERO]"""
+    findings = []
+    for name in ("dk", "dv"):
+        stray = (getattr(observed, name) != 0).any(axis=2) & ~trial.selected
+        if stray.any():
+            slot, head = (int(i) for i in np.argwhere(stray)[0])
+            message = f"{name}[slot {slot}, head {head}] is not 0, but no row attends it ({int(stray.sum())} such slots)"
+            findings.append(Finding(state="FAIL_gradient", clauses=("GRAD-ZERO", "GRAD-SET"), message=message))
+    return findings
+
+
+def exceeds_under_other_seeds(trial: Trial, name: str) -> int:
+    """On how many of the other seeds the probabilistic bound is exceeded as well."""
+    times = 0
+    for i in range(1, SEEDS):
+        values = trial.with_seed(trial.case.seed + (i << 40))
+        result = trial.oracle_of(values)
+        compared = compare_gradients(
+            trial, values, trial.run_backward(values), trial.oracle_gradients(values, result), result
+        )
+        times += any(c.name == name and c.probable_ratio > 1 for c in compared)
+    return times
+
+
+@checks("GRAD-SET", "GRAD-SUM", "BLOCK-TRANSPOSE", "GRAD-ZERO")
+def check_gradient_edges(trial: Trial) -> list[Finding]:
+    """With q = 0 and one-hot dO, column c of dV[slot] is the weight that row c gave the slot."""
+    problem = trial.problem
+    if problem.head_dim_vo < problem.group_size or not problem.total_q:
+        return []
+    rows_at_once = problem.head_dim_vo // problem.group_size
+    findings: list[Finding] = []
+    for start in range(0, problem.total_q, rows_at_once):
+        rows = np.arange(start, min(start + rows_at_once, problem.total_q))
+        findings += edge_findings(trial, rows)
+    return findings[:2]
+
+
+def edge_findings(trial: Trial, rows: IntArray) -> list[Finding]:
+    """Edges of some rows that dV did not use, or used without leave."""
+    problem = trial.problem
+    dout = np.zeros_like(trial.values.dout)
+    columns = gradient_columns(trial, rows)
+    for (row, head), column in columns.items():
+        dout[row, head, column] = 1.0
+    values = with_values(
+        trial.values, q=np.zeros_like(trial.values.q), dout=dout, dlse=np.zeros_like(trial.values.dlse)
+    )
+    dv = trial.run_backward(values, trial.run(values, unowned=0.0)).dv
+    expected = expected_edges(trial, values)
+    findings = []
+    for (row, head), column in columns.items():
+        got, want = dv[:, head // problem.group_size, column], expected[row, head]
+        wrong = wrong_edges(got, want)
+        if wrong.any():
+            slot = int(np.argmax(wrong))
+            message = f"dV used other edges than forward: row {row} head {head} slot {slot} has weight {got[slot]:.4g}, want {want[slot]:.4g}"
+            clauses = ("GRAD-SET", "GRAD-SUM", "BLOCK-TRANSPOSE")
+            findings.append(Finding(state="FAIL_gradient", clauses=clauses, message=message))
+    return findings
+
+
+def gradient_columns(trial: Trial, rows: IntArray) -> dict[tuple[int, int], int]:
+    """The dV column that stands for each (row, query head); rotated by head, like the forward probe's."""
+    problem, group = trial.problem, trial.problem.group_size
+    return {
+        (int(row), head): (i * group + head % group + HEAD_ROTATION * (head // group)) % problem.head_dim_vo
+        for i, row in enumerate(rows)
+        for head in range(problem.num_qo_heads)
+    }
+
+
+def expected_edges(trial: Trial, values: Values) -> FloatArray:
+    """Softmax weight of every slot with q = 0, (total_q, num_qo_heads, num_slots)."""
+    weights, _ = expected_weights(trial)
+    lse = trial.oracle_of(values).lse[..., None]
+    return weights * np.exp(-np.where(np.isneginf(lse), np.inf, lse))
+
+
+def wrong_edges(got: FloatArray, want: FloatArray) -> BoolArray:
+    """Where a weight is off by half an edge or more; a missing edge is off by a whole one."""
+    seen = (want >= LEAST_WEIGHT) & ~(np.abs(got - want) <= 0.45 * want)
+    stray = (want == 0) & ~(np.abs(got) <= LEAST_WEIGHT)
+    return np.asarray(seen | stray)

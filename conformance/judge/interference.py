@@ -1,0 +1,52 @@
+"""Step 3: bytes outside a row's effective set may hold anything."""
+
+import numpy as np
+
+from attnconform.conformance.cases.values import Values, round_to
+from attnconform.conformance.clauses import checks
+from attnconform.conformance.judge.hygiene import first_difference, same_outputs
+from attnconform.conformance.judge.trial import HUGE, NAN, Observed, Trial, same_bits, with_values
+from attnconform.conformance.judge.verdict import Finding
+from attnconform.reference.coordinates import BoolArray
+
+
+@checks("MASK-INTERFERE", "BLOCK-MEMBER", "BLOCK-BIND", "MASK-BEFORE-MAX", "MASK-NO-BIAS")
+def check_unselected(trial: Trial) -> list[Finding]:
+    """Owned slots that no row attends may hold NaN where the backend tolerates it, and any finite number elsewhere."""
+    fill = NAN if trial.backend.capabilities.tolerates_nonfinite else HUGE
+    if trial.backend.capabilities.determinism == "none" or trial.selected.all():
+        return []
+    rewritten = trial.run(overwrite(trial.values, ~trial.selected, fill))
+    if same_outputs(trial.base, rewritten):
+        return []
+    message = f"{fill:g} in slots that no row attends changes a row: {first_difference(trial.base, rewritten)}"
+    return [Finding(state="FAIL_interference", clauses=("MASK-INTERFERE", "BLOCK-MEMBER"), message=message)]
+
+
+@checks("MASK-INTERFERE", "EMPTY-NEIGHBOUR", "COORD-ROW", "MASK-NO-BIAS")
+def check_other_rows(trial: Trial) -> list[Finding]:
+    """What only other rows attend has no influence on a row: one row is watched while all else is rewritten."""
+    if trial.backend.capabilities.determinism == "none" or not trial.problem.total_q:
+        return []
+    row = trial.case.seed % trial.problem.total_q
+    head = (trial.case.seed >> 8) % trial.problem.num_qo_heads
+    keep = np.zeros_like(trial.selected)
+    keep[trial.edges.of(row, head)[1], head // trial.problem.group_size] = True
+    rewritten = trial.run(overwrite(trial.values, ~keep, float(round_to(np.array(HUGE), trial.case.structure.dtype))))
+    if same_row(trial.base, rewritten, row, head):
+        return []
+    message = f"row {row} head {head} changes with keys that only other rows attend"
+    return [Finding(state="FAIL_interference", clauses=("MASK-INTERFERE", "COORD-ROW"), message=message)]
+
+
+def overwrite(values: Values, where: BoolArray, fill: float) -> Values:
+    """The numbers with k and v replaced at some (slot, KV head)."""
+    k, v = values.k.copy(), values.v.copy()
+    k[where], v[where] = fill, fill
+    return with_values(values, k=k, v=v)
+
+
+def same_row(a: Observed, b: Observed, row: int, head: int) -> bool:
+    """Bitwise the same out and lse of one row and head."""
+    same_lse = a.lse_bits is None or b.lse_bits is None or same_bits(a.lse_bits[row, head], b.lse_bits[row, head])
+    return same_lse and same_bits(a.out_bits[row, head], b.out_bits[row, head])

@@ -1,0 +1,210 @@
+"""One case before one backend: the inputs, the oracle, and the calls that checks make."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import ParamSpec, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+
+from attnconform.conformance.backend import Backend, Backward, Forward, Tensors
+from attnconform.conformance.cases.structure import Case, build_problem
+from attnconform.conformance.cases.values import Values, build_values
+from attnconform.conformance.judge.storage import store_inputs
+from attnconform.conformance.views import ProblemView
+from attnconform.reference.attention import EffectiveSets, effective_sets
+from attnconform.reference.coordinates import BoolArray, FloatArray
+from attnconform.reference.problem import AttentionProblem
+from attnconform.reference.steps import AttentionResult, Gradients, Steps
+
+P = ParamSpec("P")
+R = TypeVar("R")
+LN_2 = float(np.log(2.0))
+NAN = float("nan")
+SECOND_POISON = -1536.0  # exact in every storage dtype, and no plausible output
+HUGE = 1.0e4  # finite, and so large that any influence shows
+
+
+class BackendCrash(Exception):
+    """The backend raised where it should have answered."""
+
+
+def first_line(error: Exception) -> str:
+    """An exception's message, one line of it."""
+    return str(error).strip().split("\n")[0][:300]
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What one forward call did, brought to the contract's conventions."""
+
+    out: FloatArray  # (total_q, num_qo_heads, head_dim_vo)
+    lse: FloatArray | None  # natural log, (total_q, num_qo_heads)
+    out_bits: torch.Tensor  # as stored
+    lse_bits: torch.Tensor | None
+    path: str
+    guards_intact: bool
+    mutated: tuple[str, ...]  # names of inputs that changed
+    forward: Forward = field(repr=False)
+    tensors: Tensors = field(repr=False)
+
+
+@dataclass(frozen=True)
+class ObservedGradients:
+    """What one backward call gave; dk and dv by slot, in float64."""
+
+    dq: FloatArray
+    dk: FloatArray  # (num_slots, num_kv_heads, head_dim_qk)
+    dv: FloatArray
+    dsink: FloatArray | None
+    mutated: tuple[str, ...]
+    raw: Backward = field(repr=False)
+
+
+class Trial:
+    """A case, a backend, and what they have shown so far."""
+
+    def __init__(self, case: Case, backend: Backend) -> None:
+        self.case = case
+        self.backend = backend
+        self.problem: AttentionProblem = build_problem(case.structure)
+        self.view = ProblemView(self.problem, case.structure.hints, backend.device)
+        self.values: Values = build_values(case, self.problem)
+        self.calls = 0
+        self.usage: dict[str, float] = {}
+        self.usage_probable: dict[str, float] = {}
+        self.unresolved = 0
+
+    @cached_property
+    def edges(self) -> EffectiveSets:
+        return effective_sets(self.problem)
+
+    @cached_property
+    def oracle(self) -> AttentionResult:
+        return self.oracle_of(self.values)
+
+    def oracle_of(self, values: Values) -> AttentionResult:
+        """The reference on other numbers of the same case."""
+        return Steps().forward(self.problem, values.q, values.k, values.v)
+
+    def oracle_gradients(self, values: Values, result: AttentionResult) -> Gradients:
+        """The reference's gradients, with the dlse that the backend can take."""
+        return Steps().backward(self.problem, values.q, values.k, values.v, result, values.dout, self.dlse(values))
+
+    def dlse(self, values: Values) -> FloatArray | None:
+        return values.dlse if self.backend.capabilities.gradient_of_lse else None
+
+    @cached_property
+    def owned(self) -> BoolArray:
+        """(num_slots,) True where some request's committed token lies."""
+        owned = np.zeros(self.problem.cache.num_slots, dtype=bool)
+        for n in range(self.problem.batch_size):
+            owned[self.view.slots(n).cpu().numpy()] = True
+        return owned
+
+    @cached_property
+    def selected(self) -> BoolArray:
+        """(num_slots, num_kv_heads) True where some row attends the slot through that KV head."""
+        selected = np.zeros((self.problem.cache.num_slots, self.problem.num_kv_heads), dtype=bool)
+        for row in range(self.problem.total_q):
+            for h in range(self.problem.num_qo_heads):
+                selected[self.edges.of(row, h)[1], h // self.problem.group_size] = True
+        return selected
+
+    @cached_property
+    def base(self) -> Observed:
+        """The first run: outputs poisoned with NaN, NaN in every slot that nobody owns."""
+        return self.run(self.values, unowned=NAN, poison=NAN)
+
+    @cached_property
+    def second(self) -> Observed:
+        """The same numbers again: another poison, another filling of what nobody owns."""
+        return self.run(self.values, unowned=HUGE, poison=SECOND_POISON)
+
+    def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """One call into the backend. Raises BackendCrash for whatever it raises: the problem is a sound one."""
+        self.calls += 1
+        try:
+            return function(*args, **kwargs)
+        except self.backend.refusals as error:
+            raise BackendCrash(f"refused a sound problem: {first_line(error)}") from error
+        except Exception as error:
+            raise BackendCrash(f"raised {type(error).__name__}: {first_line(error)}") from error
+
+    def run(self, values: Values, *, unowned: float = NAN, poison: float = NAN) -> Observed:
+        """One forward call; slots that nobody owns hold `unowned`."""
+        k, v = values.k.copy(), values.v.copy()
+        k[~self.owned], v[~self.owned] = unowned, unowned
+        structure = self.case.structure
+        tensors, guards = store_inputs(
+            structure, self.problem, values.q, k, v, device=self.backend.device, poison=poison
+        )
+        before = snapshot(tensors)
+        forward = self.call(self.backend.forward, self.view, tensors)
+        lse = forward.lse
+        base = LN_2 if self.backend.capabilities.lse_base == "2" else 1.0
+        return Observed(
+            out=as_float64(forward.out),
+            lse=None if lse is None else as_float64(lse) * base,
+            out_bits=forward.out.detach().clone(),
+            lse_bits=None if lse is None else lse.detach().clone(),
+            path=forward.path,
+            guards_intact=all(g.is_intact() for g in guards),
+            mutated=changed_inputs(tensors, before),
+            forward=forward,
+            tensors=tensors,
+        )
+
+    def run_backward(self, values: Values, observed: Observed | None = None) -> ObservedGradients:
+        """One backward call, after a forward call with the same numbers."""
+        observed = observed or self.run(values)
+        dtype, device = observed.tensors.q.dtype, self.backend.device
+        dout = torch.from_numpy(values.dout).to(dtype).to(device)
+        dlse = self.dlse(values)
+        to_lse = None if dlse is None else torch.from_numpy(dlse).to(torch.float32).to(device)
+        before = snapshot(observed.tensors)
+        raw = self.call(self.backend.backward, self.view, observed.tensors, observed.forward, dout, to_lse)
+        return ObservedGradients(
+            dq=as_float64(raw.dq),
+            dk=as_float64(self.view.by_slot(raw.dk)),
+            dv=as_float64(self.view.by_slot(raw.dv)),
+            dsink=None if raw.dsink is None else as_float64(raw.dsink),
+            mutated=changed_inputs(observed.tensors, before),
+            raw=raw,
+        )
+
+    def with_seed(self, seed: int) -> Values:
+        """The case's numbers under another seed."""
+        return build_values(replace_seed(self.case, seed), self.problem)
+
+
+def replace_seed(case: Case, seed: int) -> Case:
+    """The same case with another seed; its id no longer fits and is not used."""
+    return msgspec.structs.replace(case, seed=seed)
+
+
+def with_values(values: Values, **changes: FloatArray) -> Values:
+    """The numbers with some arrays replaced."""
+    return replace(values, **changes)
+
+
+def as_float64(tensor: torch.Tensor) -> FloatArray:
+    """A tensor's numbers, exactly."""
+    return np.asarray(tensor.detach().to(torch.float64).cpu().numpy())
+
+
+def snapshot(tensors: Tensors) -> dict[str, torch.Tensor]:
+    """Copies of the inputs."""
+    return {name: getattr(tensors, name).clone() for name in ("q", "k_cache", "v_cache")}
+
+
+def changed_inputs(tensors: Tensors, before: dict[str, torch.Tensor]) -> tuple[str, ...]:
+    """Names of inputs whose bits changed, NaN payloads aside. [SAFE-INPUTS]"""
+    return tuple(name for name, old in before.items() if not same_bits(getattr(tensors, name), old))
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal numbers, NaN where NaN, -0 apart from 0."""
+    return bool(torch.equal(torch.signbit(a), torch.signbit(b))) and bool(torch.allclose(a, b, 0, 0, equal_nan=True))

@@ -1,0 +1,126 @@
+"""Step 4: out and lse, element by element, against bounds made from the declared arithmetic."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from attnconform.conformance.bounds.forward import forward_bounds
+from attnconform.conformance.cases.values import Values
+from attnconform.conformance.clauses import checks
+from attnconform.conformance.judge.blocks import placed_blocks
+from attnconform.conformance.judge.trial import Observed, Trial
+from attnconform.conformance.judge.verdict import Finding, State
+from attnconform.reference.coordinates import FloatArray
+from attnconform.reference.steps import AttentionResult
+
+SEEDS, SEEDS_TO_FAIL = 5, 3  # the probabilistic bound fails a kernel that exceeds it on 3 of 5 seeds
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One output held against the oracle."""
+
+    name: str
+    got: FloatArray
+    want: FloatArray
+    worst: FloatArray  # no honest kernel is farther away
+    probable: FloatArray  # an honest kernel is rarely farther away
+
+    def ratio(self, bound: FloatArray) -> FloatArray:
+        """error / bound; 0 where they agree exactly, inf where only one side is finite."""
+        same = (self.got == self.want) | (np.isnan(self.got) & np.isnan(self.want))
+        with np.errstate(invalid="ignore", divide="ignore"):
+            ratio = np.abs(self.got - self.want) / bound
+        return np.where(same, 0.0, np.where(np.isnan(ratio), np.inf, ratio))
+
+    @property
+    def worst_ratio(self) -> float:
+        return float(self.ratio(self.worst).max(initial=0.0))
+
+    @property
+    def probable_ratio(self) -> float:
+        return float(self.ratio(self.probable).max(initial=0.0))
+
+    def message(self, bound: FloatArray) -> str:
+        """The worst element: where, got, want, bound."""
+        ratio = self.ratio(bound)
+        at = np.unravel_index(int(ratio.argmax()), ratio.shape)
+        place = ", ".join(str(int(i)) for i in at)
+        over = int((ratio > 1).sum())
+        return (
+            f"{self.name}[{place}] is {self.got[at]:.9g}, want {self.want[at]:.9g}, error {abs(self.got[at] - self.want[at]):.3g} "
+            f"is {ratio[at]:.3g} x the bound {bound[at]:.3g} ({over} of {ratio.size} elements over)"
+        )
+
+
+def compare_forward(trial: Trial, values: Values, observed: Observed, oracle: AttentionResult) -> list[Comparison]:
+    """out and lse with their bounds."""
+    numerics = trial.backend.capabilities.numerics_of(trial.case.structure.dtype)
+    out_worst, out_probable = np.zeros_like(oracle.out), np.zeros_like(oracle.out)
+    lse_worst, lse_probable = np.zeros_like(oracle.lse), np.zeros_like(oracle.lse)
+    for placed in placed_blocks(trial, values):
+        bounds = forward_bounds(placed.block, numerics)
+        at = (placed.rows, placed.heads)
+        out_worst[at], out_probable[at] = bounds.out_worst, bounds.out_prob
+        lse_worst[at], lse_probable[at] = bounds.lse_worst, bounds.lse_prob
+    compared = [Comparison("out", observed.out, oracle.out, out_worst, out_probable)]
+    if observed.lse is not None:
+        compared.append(Comparison("lse", observed.lse, oracle.lse, lse_worst, lse_probable))
+    return compared
+
+
+@checks(
+    "SCORE-SCALE", "SCORE-ORDER", "SCORE-ALIBI", "SCORE-SOFTCAP", "SCORE-HEAD", "EMPTY-OUT", "EMPTY-LSE",
+    "EMPTY-NEIGHBOUR", "EMPTY-POLICY", "LSE-NATURAL", "LSE-SINK", "MERGE-STATE", "MERGE-DISJOINT", "MERGE-EMPTY",
+    "MERGE-SPLIT", "MERGE-OUTPUTS", "MASK-BEFORE-MAX", "MASK-NO-BIAS", "MASK-INTERFERE", "MASK-TAIL", "GQA-MAP",
+    "COORD-LOGICAL", "COORD-RENUMBER", "COORD-STRIDE", "COORD-ROW",
+)  # fmt: skip
+def check_values(trial: Trial) -> list[Finding]:
+    """Each element of out and lse within its bound; a row that sees no key exactly 0 and -inf."""
+    compared = compare_forward(trial, trial.values, trial.base, trial.oracle)
+    return judge_comparisons(trial, compared, exceeds_under_other_seeds, "FAIL_value")
+
+
+def judge_comparisons(
+    trial: Trial, compared: list[Comparison], exceeds: Callable[[Trial, str], int], state: State
+) -> list[Finding]:
+    """Findings for a set of comparisons: FAIL past the worst case, FAIL or QUALITY past the probable one."""
+    findings = []
+    for comparison in compared:
+        name = comparison.name
+        trial.usage[name] = max(trial.usage.get(name, 0.0), comparison.worst_ratio)
+        trial.usage_probable[name] = max(trial.usage_probable.get(name, 0.0), comparison.probable_ratio)
+        clauses = value_clauses(trial, name)
+        if comparison.worst_ratio > 1:
+            nonfinite = not np.isfinite(comparison.got[np.isfinite(comparison.want)]).all()
+            kind: State = "FAIL_nonfinite" if nonfinite else state
+            findings.append(Finding(state=kind, clauses=clauses, message=comparison.message(comparison.worst)))
+        elif comparison.probable_ratio > 1:
+            times = 1 + exceeds(trial, name)
+            kind = state if times >= SEEDS_TO_FAIL else "QUALITY"
+            text = f"{comparison.message(comparison.probable)}; probabilistic bound, exceeded on {times} of {SEEDS} seeds"
+            findings.append(Finding(state=kind, clauses=("BOUND-PROBABILISTIC", *clauses), message=text))
+    return findings
+
+
+def exceeds_under_other_seeds(trial: Trial, name: str) -> int:
+    """On how many of the other seeds the probabilistic bound is exceeded as well."""
+    times = 0
+    for i in range(1, SEEDS):
+        values = trial.with_seed(trial.case.seed + (i << 40))
+        compared = compare_forward(trial, values, trial.run(values), trial.oracle_of(values))
+        times += any(c.name == name and c.probable_ratio > 1 for c in compared)
+    return times
+
+
+VALUE_AREAS = {
+    "out": ("EMPTY", "SCORE", "MERGE", "LSE-SINK", "GQA", "COORD", "MASK"),
+    "lse": ("LSE", "EMPTY", "SCORE", "MERGE", "MASK", "SET"),
+}
+
+
+def value_clauses(trial: Trial, name: str) -> tuple[str, ...]:
+    """Clauses of the case that a wrong number of this output would break, likeliest area first."""
+    areas = VALUE_AREAS.get(name, ("GRAD", "EMPTY-GRAD", "SCORE", "GQA", "BLOCK-TRANSPOSE"))
+    return tuple(c for area in areas for c in trial.case.clauses if c == area or c.startswith(f"{area}-"))

@@ -1,0 +1,56 @@
+"""What the judge can say of a case."""
+
+from typing import Literal
+
+import msgspec
+
+State = Literal[
+    "PASS", "QUALITY", "FAIL_value", "FAIL_membership", "FAIL_interference", "FAIL_nonfinite", "FAIL_unwritten",
+    "FAIL_oob_write", "FAIL_input_mutated", "FAIL_race", "FAIL_determinism", "FAIL_gradient", "REFUSED_OK",
+    "REFUSED_LATE", "NOT_REFUSED", "UNSUPPORTED", "FALLBACK_DECLARED", "FALLBACK_UNDECLARED", "UNRESOLVED", "CRASH",
+    "HANG", "VACUOUS", "HARNESS_ERROR",
+]  # fmt: skip
+CONFORMING: frozenset[State] = frozenset({"PASS", "QUALITY", "REFUSED_OK", "FALLBACK_DECLARED"})
+NOT_RUN: frozenset[State] = frozenset({"UNSUPPORTED"})
+
+# where several findings stand against one case, the first of these is its state
+SEVERITY: tuple[State, ...] = (
+    "HARNESS_ERROR", "CRASH", "HANG", "NOT_REFUSED", "REFUSED_LATE", "FAIL_oob_write", "FAIL_input_mutated",
+    "FALLBACK_UNDECLARED", "FAIL_membership", "FAIL_unwritten", "FAIL_interference", "FAIL_race", "FAIL_determinism",
+    "FAIL_nonfinite", "FAIL_gradient", "FAIL_value", "VACUOUS", "UNRESOLVED", "QUALITY", "FALLBACK_DECLARED",
+)  # fmt: skip
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that is wrong, in the words of the contract."""
+
+    state: State
+    clauses: tuple[str, ...]  # the clauses that explain it, likeliest first
+    message: str  # one line: what, where, got, want, bound
+    check: str = ""  # the check that found it
+
+
+class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The verdict on one case."""
+
+    case_id: str
+    state: State
+    clauses: tuple[str, ...] = ()  # what the case exercises
+    findings: tuple[Finding, ...] = ()
+    reason: str = ""  # why it did not run
+    path: str = ""  # the path the backend reported
+    usage: dict[str, float] = {}  # output name -> largest error / bound, worst-case form
+    usage_probable: dict[str, float] = {}  # likewise, probabilistic form
+    unresolved: int = 0  # edges that the membership probe could not tell
+    seconds: float = 0.0
+    calls: int = 0  # backend calls made
+
+    @property
+    def is_conforming(self) -> bool:
+        return self.state in CONFORMING
+
+
+def worst_state(findings: list[Finding]) -> State:
+    """The state of a case with these findings."""
+    states = {finding.state for finding in findings}
+    return next((state for state in SEVERITY if state in states), "PASS")

@@ -1,0 +1,82 @@
+"""The matrix on a terminal: clause areas by dtype, then what failed, then the verdict."""
+
+from collections import Counter, defaultdict
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from attnconform.conformance.cases.structure import Case
+from attnconform.conformance.judge.verdict import NOT_RUN, CaseResult
+from attnconform.conformance.report.text import finding_text, repro_command
+from attnconform.conformance.results import Verdict
+
+DTYPES = ("float32", "bfloat16", "float16")
+MAX_FAILURES = 20
+
+
+def make_progress(console: Console) -> Progress:
+    """A progress bar that says what fails as it fails."""
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+    )
+
+
+def print_matrix(console: Console, cases: dict[str, Case], results: list[CaseResult]) -> None:
+    """Conforming / run for every clause area and dtype; a dot where nothing ran."""
+    ran: dict[str, Counter[str]] = defaultdict(Counter)
+    good: dict[str, Counter[str]] = defaultdict(Counter)
+    for result in results:
+        if result.state in NOT_RUN:
+            continue
+        dtype = cases[result.case_id].structure.dtype
+        for area in {clause.split("-")[0] for clause in result.clauses}:
+            ran[area][dtype] += 1
+            good[area][dtype] += result.is_conforming
+    table = Table(title="conforming / run, by clause area and dtype")
+    table.add_column("area")
+    for dtype in DTYPES:
+        table.add_column(dtype, justify="right")
+    for area in sorted(ran):
+        table.add_row(area, *(cell(good[area][d], ran[area][d]) for d in DTYPES))
+    console.print(table)
+
+
+def cell(good: int, ran: int) -> str:
+    """One cell of the matrix."""
+    if not ran:
+        return "[dim]·[/]"
+    colour = "green" if good == ran else "red"
+    return f"[{colour}]{good}/{ran}[/]"
+
+
+def print_failures(console: Console, results: list[CaseResult], backend: str) -> None:
+    """The first failures in full, and how many more there are."""
+    failing = [r for r in results if r.state not in NOT_RUN and not r.is_conforming]
+    for result in failing[:MAX_FAILURES]:
+        console.print(f"[red]{result.state}[/] {result.case_id}", highlight=False)
+        for finding in result.findings[:3]:
+            console.print(f"  {finding_text(finding)}", highlight=False, markup=False)
+        console.print(f"  reproduce: {repro_command(result.case_id, backend)}", highlight=False, markup=False)
+    if len(failing) > MAX_FAILURES:
+        console.print(f"... and {len(failing) - MAX_FAILURES} more, in results.jsonl and report.html")
+
+
+def print_verdict(console: Console, verdict: Verdict, results: list[CaseResult], backend: str) -> None:
+    """One line of verdict, with the declared share beside it, and one of counts."""
+    colour = {0: "green", 1: "red"}.get(verdict.exit_code, "yellow")
+    console.print(
+        f"[bold {colour}]{backend}: {verdict.words}[/] on {verdict.ran} cases; "
+        f"declares {verdict.declared_share:.0%} of the matrix ({verdict.unsupported} cases unsupported)",
+        highlight=False,
+    )
+    counts = Counter(result.state for result in results)
+    console.print("  " + ", ".join(f"{state} {n}" for state, n in counts.most_common()), highlight=False)
+    for form, usage in (("worst-case", "usage"), ("probabilistic", "usage_probable")):
+        largest: dict[str, float] = {}
+        for result in results:
+            for name, ratio in getattr(result, usage).items():
+                largest[name] = max(largest.get(name, 0.0), ratio)
+        if largest:
+            text = ", ".join(f"{name} {ratio:.2f}" for name, ratio in largest.items())
+            console.print(f"  max error / {form} bound: {text}", highlight=False)

@@ -1,0 +1,151 @@
+"""The canonical record of a run: JSON lines, a header, a line per case, and a footer that says it is whole."""
+
+import hashlib
+import platform
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import torch
+
+import attnconform
+from attnconform.conformance.backend import Backend, Capabilities
+from attnconform.conformance.cases.structure import Case
+from attnconform.conformance.judge.verdict import CONFORMING, NOT_RUN, CaseResult
+
+SCHEMA_VERSION = 1
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
+    """What ran, where, and on which matrix."""
+
+    schema_version: int = SCHEMA_VERSION
+    suite_version: str = attnconform.__version__
+    suite_hash: str  # over the ids of the level's cases, whatever was selected of them
+    level: str
+    selected: int  # cases to come
+    backend: str
+    capabilities: Capabilities
+    versions: dict[str, str]
+    device: str
+    started: str  # ISO 8601, UTC
+
+
+class ResultLine(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
+    """One case and its verdict."""
+
+    case: Case
+    result: CaseResult
+
+
+class Footer(msgspec.Struct, frozen=True, kw_only=True, tag="footer"):
+    """The end of a whole run."""
+
+    counts: dict[str, int]  # state -> cases
+    seconds: float
+
+
+Line = Header | ResultLine | Footer
+
+
+@dataclass(frozen=True)
+class Run:
+    """A results file, read back."""
+
+    header: Header
+    lines: tuple[ResultLine, ...]
+    footer: Footer
+
+    @property
+    def results(self) -> list[CaseResult]:
+        return [line.result for line in self.lines]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a run says of a backend. Unsupported is never a pass, and nothing run is not a pass either."""
+
+    conforming: int
+    failing: int
+    unsupported: int
+
+    @property
+    def ran(self) -> int:
+        return self.conforming + self.failing
+
+    @property
+    def declared_share(self) -> float:
+        """How much of the matrix the backend declares, 0 to 1."""
+        return self.ran / max(self.ran + self.unsupported, 1)
+
+    @property
+    def exit_code(self) -> int:
+        """0 conforming, 1 not, 3 nothing ran."""
+        if self.failing:
+            return 1
+        return 0 if self.ran else 3
+
+    @property
+    def words(self) -> str:
+        if not self.ran:
+            return "NOTHING RAN"
+        return "NOT CONFORMING" if self.failing else "CONFORMING"
+
+
+def verdict_of(results: Iterable[CaseResult]) -> Verdict:
+    """Counts of a run's results."""
+    states = Counter(result.state for result in results)
+    conforming = sum(states[s] for s in CONFORMING)
+    unsupported = sum(states[s] for s in NOT_RUN)
+    return Verdict(conforming, sum(states.values()) - conforming - unsupported, unsupported)
+
+
+def suite_hash(cases: Iterable[Case]) -> str:
+    """Twelve hex digits of a level's case ids."""
+    return hashlib.sha256("\n".join(sorted(c.id for c in cases)).encode()).hexdigest()[:12]
+
+
+def make_header(backend: Backend, level: str, level_cases: Sequence[Case], selected: int) -> Header:
+    """The header of a run that starts now."""
+    device = torch.cuda.get_device_name(backend.device) if backend.device.startswith("cuda") else platform.processor()
+    return Header(
+        suite_hash=suite_hash(level_cases),
+        level=level,
+        selected=selected,
+        backend=backend.name,
+        capabilities=backend.capabilities,
+        versions={"python": platform.python_version(), **backend.versions()},
+        device=device or platform.machine(),
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def encode_line(line: Line) -> bytes:
+    return msgspec.json.encode(line) + b"\n"
+
+
+def read_run(path: Path) -> Run:
+    """A whole run. Raises ValueError, in one line that names the file and the line, where it is not one."""
+    try:
+        raw = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    lines: list[Line] = []
+    for number, data in enumerate(raw, start=1):
+        try:
+            lines.append(msgspec.json.decode(data, type=Line))
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{path}:{number} is not a result line: {error}") from None
+    match lines:
+        case [Header() as header, *middle, Footer() as footer] if all(isinstance(m, ResultLine) for m in middle):
+            results = tuple(m for m in middle if isinstance(m, ResultLine))
+        case _:
+            raise ValueError(f"{path} is not a whole run: a header, result lines and a footer are expected")
+    if header.schema_version != SCHEMA_VERSION:
+        raise ValueError(f"{path}: schema_version is {header.schema_version}, but this reads {SCHEMA_VERSION}")
+    if len(results) != header.selected:
+        raise ValueError(f"{path} has {len(results)} results, but its header announces {header.selected}")
+    return Run(header, results, footer)

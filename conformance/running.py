@@ -1,0 +1,91 @@
+"""A run as a person sees it: progress, matrix, failures, verdict, report."""
+
+import os
+from pathlib import Path
+
+from rich.console import Console
+
+from attnconform.conformance.engine import RunOptions, run_matrix
+from attnconform.conformance.gate import MARGIN, compare_runs, gate_markdown, write_text
+from attnconform.conformance.judge.verdict import NOT_RUN, CaseResult
+from attnconform.conformance.report.html import write_html
+from attnconform.conformance.report.terminal import make_progress, print_failures, print_matrix, print_verdict
+from attnconform.conformance.results import read_run
+from attnconform.conformance.selection import select_cases
+
+
+def judge_and_report(
+    console: Console,
+    *,
+    backend: str,
+    device: str,
+    out: Path,
+    level: str,
+    workers: int | None,
+    select: str = "",
+    shard: str = "1/1",
+    case_timeout: float = 300.0,
+) -> int:
+    """Runs the matrix, prints it, and writes results.jsonl, junit.xml and report.html; returns the exit code."""
+    options = RunOptions(
+        backend=backend,
+        device=device,
+        out=out,
+        level=level,
+        workers=workers or default_workers(device),
+        select=select,
+        shard=shard,
+        case_timeout=case_timeout,
+    )
+    cases = {c.id: c for c in select_cases(level, select, shard)}
+    with make_progress(console) as bar:
+        task = bar.add_task(f"judging {backend}", total=len(cases))
+
+        def advance(result: CaseResult, done: int, total: int) -> None:
+            bar.update(task, completed=done)
+            if not result.is_conforming and result.state not in NOT_RUN:
+                bar.console.print(f"{result.state} {result.case_id}", highlight=False)
+
+        verdict, results = run_matrix(options, advance)
+    print_matrix(console, cases, results)
+    print_failures(console, results, backend)
+    write_html(read_run(out / "results.jsonl"), out / "report.html")
+    print_verdict(console, verdict, results, backend)
+    console.print(f"  {out / 'report.html'}", highlight=False)
+    return verdict.exit_code
+
+
+def default_workers(device: str) -> int:
+    """One process a core; one in all on a GPU, which the processes would only share."""
+    return 1 if device.startswith("cuda") else (os.cpu_count() or 1)
+
+
+def run_gate(
+    console: Console,
+    *,
+    baseline: Path,
+    margin: float | None,
+    write_baseline: bool,
+    backend: str,
+    device: str,
+    out: Path,
+    level: str,
+    workers: int | None,
+    select: str,
+) -> int:
+    """Runs, compares with the baseline, writes gate.md; 0 where nothing got worse."""
+    before = None if write_baseline else read_run(baseline)
+    code = judge_and_report(
+        console, backend=backend, device=device, out=out, level=level, workers=workers, select=select
+    )
+    now = read_run(out / "results.jsonl")
+    if before is None:
+        baseline.parent.mkdir(parents=True, exist_ok=True)
+        write_text(baseline, (out / "results.jsonl").read_text(encoding="utf-8"))
+        console.print(f"baseline written to {baseline}", highlight=False)
+        return 3 if code == 3 else 0
+    report = compare_runs(before, now, MARGIN if margin is None else margin)
+    text = gate_markdown(report, now)
+    write_text(out / "gate.md", text)
+    console.print(text, highlight=False, markup=False)
+    return 3 if code == 3 else int(not report.is_open)

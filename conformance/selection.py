@@ -1,0 +1,46 @@
+"""Which cases of a level a run takes."""
+
+import zlib
+from collections.abc import Iterable
+
+from attnconform.conformance.cases.matrix import matrix
+from attnconform.conformance.cases.structure import Case
+
+
+def select_cases(level: str, select: str = "", shard: str = "1/1") -> list[Case]:
+    """Cases of a level, by a text in their id or clauses, and by shard; every shard runs L0 again.
+
+    Raises ValueError for an unknown level, a shard that is not I/N, and a selection that keeps nothing.
+    """
+    index, count = parse_shard(shard)
+    kept = [c for c in matrix(level) if matches(c, select) and (c.level == "L0" or in_shard(c, index, count))]
+    if not kept:
+        raise ValueError(f"--select {select!r} keeps none of the {len(matrix(level))} cases of {level}")
+    return kept
+
+
+def matches(case: Case, select: str) -> bool:
+    """Whether a case's id contains the text, or a clause of its is the text."""
+    return not select or select in case.id or select in case.clauses
+
+
+def parse_shard(shard: str) -> tuple[int, int]:
+    """(index, count) of I/N, the index from 0."""
+    parts = shard.split("/")
+    if len(parts) != 2 or not all(p.isdecimal() for p in parts) or not 1 <= int(parts[0]) <= int(parts[1]):
+        raise ValueError(f"shard is {shard!r}, but must be I/N with 1 <= I <= N")
+    return int(parts[0]) - 1, int(parts[1])
+
+
+def in_shard(case: Case, index: int, count: int) -> bool:
+    """By a hash of the id, so that a case stays in its shard when others come and go."""
+    return zlib.crc32(case.id.encode()) % count == index
+
+
+def case_by_id(case_id: str, levels: Iterable[str] = ("L1",)) -> Case:
+    """The case of an id. Raises ValueError where there is none."""
+    for level in levels:
+        for case in matrix(level):
+            if case.id == case_id:
+                return case
+    raise ValueError(f"{case_id} is not the id of a case")

@@ -1,0 +1,84 @@
+"""What one tile of edges contributes to the gradients: the steps that both directions of the backward share.
+
+A tile of edges is oriented by its caller, [rows, keys] or [keys, rows], so values of a row come as [TILE_M, 1] or
+[1, TILE_M] and everything here broadcasts. Scores are formed again as the forward forms them; probabilities come from
+the saved lse, which already holds the sink. [GRAD-FORMULA, SCORE-ORDER, LSE-SINK]
+"""
+
+import triton
+import triton.language as tl
+
+from attnconform.kernels.sparse_attention.numerics import LOG2_E
+from attnconform.kernels.sparse_attention.rules import ALIBI, tanh
+
+
+@triton.jit
+def apply_score_rules_with_slope(
+    scores,  # float32, sm_scale * q.k
+    heads,  # query heads, of rows
+    is_row,
+    distance,  # kv_idx - q_idx
+    score_params_ptr,
+    num_qo_heads,
+    CODES: tl.constexpr,
+):
+    """Scores after every rule, and their derivative by the score before the first rule. [SCORE-ORDER, GRAD-SOFTCAP]"""
+    slope = 1.0
+    for rule in tl.static_range(len(CODES)):
+        param = tl.load(score_params_ptr + rule * num_qo_heads + heads, mask=is_row, other=1.0)
+        if CODES[rule] == ALIBI:
+            scores += param * distance.to(tl.float32)
+        else:
+            ratio = scores / param
+            # 1 - tanh^2 cancels where the cap saturates; this form keeps its relative accuracy.
+            decay = tl.exp2(tl.abs(ratio) * (-2.0 * LOG2_E))
+            slope = slope * (4.0 * decay / ((1.0 + decay) * (1.0 + decay)))
+            scores = param * tanh(ratio)
+    return scores, slope
+
+
+@triton.jit
+def weigh_edges(
+    scores,  # float32, after the score rules
+    slope,
+    value_products,  # float32, dout.v
+    lse,  # of rows; +inf where a row has no key
+    delta,  # of rows
+    is_admitted,
+):
+    """Probabilities, and gradients of the scores before the score rules; both exactly 0 where not admitted. [GRAD-FORMULA]"""
+    probs = tl.where(is_admitted, tl.exp2((scores - lse) * LOG2_E), 0.0)
+    score_grads = tl.where(is_admitted, probs * (value_products - delta) * slope, 0.0)
+    return probs, score_grads
+
+
+@triton.jit
+def load_row_state(
+    lse_ptr,
+    delta_ptr,
+    rows,  # global query rows
+    heads,  # query heads
+    is_row,
+    num_qo_heads,
+):
+    """lse, delta and whether there is any key; without one lse is +inf, so that every probability is 0. [EMPTY-GRAD]"""
+    offset = rows.to(tl.int64) * num_qo_heads + heads
+    lse = tl.load(lse_ptr + offset, mask=is_row, other=float("-inf"))
+    has_key = lse > float("-inf")
+    delta = tl.load(delta_ptr + offset, mask=has_key, other=0.0)
+    return tl.where(has_key, lse, float("inf")), delta, has_key
+
+
+@triton.jit
+def load_vectors(
+    ptr,
+    starts,  # [TILE] int64, offsets of the vectors
+    is_read,  # [TILE]
+    stride_dim,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+):
+    """Vectors of q, dout or a cache, [TILE, PADDED_DIM]; 0 where not read, whatever lies there. [MASK-INTERFERE]"""
+    dim = tl.arange(0, PADDED_DIM)
+    ptrs = ptr + starts[:, None] + (dim.to(tl.int64) * stride_dim)[None, :]
+    return tl.load(ptrs, mask=is_read[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)

@@ -1,0 +1,303 @@
+"""KV-centric backward: dK and dV of each slot tile by one program, over everyone who selected it. [GRAD-SUM, DETERMINISM-RUN]
+
+A program holds one tile of K and V and walks the pairs of its item (`backward_transpose`): it gathers the readers' q
+and dout rows, forms the edges again from the saved lse, and sums P^T dO and dS^T Q in registers. Where a reader has few
+rows several pairs fill one step. A tile is written once, by the program that owns it or by the one that adds the sums
+of its items in order: no atomics, bitwise repeatable. Slots that no list has are not read.
+Dtypes, head_dim and page_size are those of the forward.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnconform.kernels.sparse_attention.backward_edges import (
+    apply_score_rules_with_slope,
+    load_row_state,
+    load_vectors,
+    weigh_edges,
+)
+from attnconform.kernels.sparse_attention.backward_query import RowInputs, cache_strides, padded_dim
+from attnconform.kernels.sparse_attention.backward_transpose import TransposedPlan
+from attnconform.kernels.sparse_attention.numerics import dot, narrow
+from attnconform.kernels.sparse_attention.plan import Plan
+
+
+def launch_key_gradients(
+    plan: Plan,
+    transposed: TransposedPlan,
+    inputs: RowInputs,
+    dk: Tensor,  # in the shape of k_cache, already 0, any floating dtype
+    dv: Tensor,  # in the shape of v_cache, likewise
+) -> None:
+    """Writes dk and dv of every slot that a list has."""
+    num_items, num_heads = transposed.items.item_tile.numel(), transposed.num_head_programs
+    if num_items == 0:
+        return
+    rows = (transposed.items.num_partials, num_heads, transposed.shape.tile_kv)
+    partial_dk = dk.new_empty((*rows, plan.head_dim_qk), dtype=torch.float32)
+    partial_dv = dv.new_empty((*rows, plan.head_dim_vo), dtype=torch.float32)
+    _launch_items(plan, transposed, inputs, dk, dv, partial_dk, partial_dv)
+    if transposed.items.num_partials:
+        _launch_sum(plan, transposed, dk, dv, partial_dk, partial_dv)
+
+
+def _launch_items(
+    plan: Plan,
+    transposed: TransposedPlan,
+    inputs: RowInputs,
+    dk: Tensor,
+    dv: Tensor,
+    partial_dk: Tensor,
+    partial_dv: Tensor,
+) -> None:
+    q, k_cache, v_cache, dout, lse, delta = inputs
+    shape, tiles, readers, items = transposed.shape, transposed.tiles, transposed.readers, transposed.items
+    key_gradient_kernel[(items.item_tile.numel(), transposed.num_head_programs)](
+        q, k_cache, v_cache, dout, lse, delta, dk, dv, partial_dk, partial_dv,
+        q.stride(), cache_strides(plan, k_cache), cache_strides(plan, v_cache), dout.stride(),
+        cache_strides(plan, dk), cache_strides(plan, dv),
+        items.item_tile, items.item_begin, items.item_end, items.item_partial,
+        tiles.tile_slot, tiles.tile_kv_head, tiles.pair_list, tiles.pair_cells, tiles.codes, tiles.is_touched,
+        readers.q_start, readers.q_count, readers.head_start,
+        plan.row_requests, plan.row_positions, plan.mask_starts, plan.mask_ends, plan.mask_data, plan.score_params,
+        plan.sm_scale, plan.window or 0, plan.total_q, plan.num_qo_heads, plan.group_size,
+        plan.num_pages * plan.page_size,
+        TILE_M=shape.tile_m,
+        TILE_KV=shape.tile_kv,
+        HEADS=shape.heads,
+        ROWS_PER_PAIR=shape.rows_per_pair,
+        IS_PACKED=shape.is_packed,
+        HEAD_DIM_QK=plan.head_dim_qk,
+        HEAD_DIM_VO=plan.head_dim_vo,
+        PADDED_QK=padded_dim(plan.head_dim_qk),
+        PADDED_VO=padded_dim(plan.head_dim_vo),
+        PAGE_SIZE=plan.page_size,
+        NUM_INTERVALS=plan.mask_starts.shape[0],
+        SCORE_CODES=plan.score_codes,
+        MASK_FN=plan.mask_fn,
+        HAS_WINDOW=bool(plan.window) and plan.list_indptr is not None,
+        num_warps=4 if shape.tile_kv * shape.tile_m <= 2048 else 8,
+        num_stages=2,
+    )  # fmt: skip
+
+
+def _launch_sum(
+    plan: Plan, transposed: TransposedPlan, dk: Tensor, dv: Tensor, partial_dk: Tensor, partial_dv: Tensor
+) -> None:
+    tiles, items = transposed.tiles, transposed.items
+    for gradient, partial, head_dim in ((dk, partial_dk, plan.head_dim_qk), (dv, partial_dv, plan.head_dim_vo)):
+        sum_items_kernel[(items.summed_tile.numel(), transposed.num_head_programs, transposed.shape.tile_kv)](
+            gradient, partial, cache_strides(plan, gradient),
+            items.summed_tile, items.partial_indptr, tiles.tile_slot, tiles.tile_kv_head,
+            plan.num_pages * plan.page_size,
+            TILE_KV=transposed.shape.tile_kv,
+            HEAD_DIM=head_dim,
+            PADDED_DIM=padded_dim(head_dim),
+            PAGE_SIZE=plan.page_size,
+            num_warps=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def key_gradient_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, partial_dk_ptr, partial_dv_ptr,
+    q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
+    item_tile_ptr, item_begin_ptr, item_end_ptr, item_partial_ptr,
+    tile_slot_ptr, tile_kv_head_ptr, pair_reader_ptr, pair_cells_ptr, codes_ptr, is_touched_ptr,
+    reader_q_start_ptr, reader_q_count_ptr, reader_head_start_ptr,
+    row_requests_ptr, row_positions_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr, score_params_ptr,
+    sm_scale, window, total_q, num_qo_heads, group_size, num_slots,
+    TILE_M: tl.constexpr,
+    TILE_KV: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROWS_PER_PAIR: tl.constexpr,
+    IS_PACKED: tl.constexpr,
+    HEAD_DIM_QK: tl.constexpr,
+    HEAD_DIM_VO: tl.constexpr,
+    PADDED_QK: tl.constexpr,
+    PADDED_VO: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    NUM_INTERVALS: tl.constexpr,
+    SCORE_CODES: tl.constexpr,
+    MASK_FN: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of one item's slot tile; written, or left as its part of the sum where its tile was cut."""
+    item = tl.program_id(0).to(tl.int64)
+    head_program = tl.program_id(1)
+    tile = tl.load(item_tile_ptr + item)
+    begin = tl.load(item_begin_ptr + item)
+    end = tl.load(item_end_ptr + item)
+    partial = tl.load(item_partial_ptr + item)
+    kv_head = tl.load(tile_kv_head_ptr + tile) + head_program
+    lane = tl.arange(0, TILE_KV)
+    slot = tl.load(tile_slot_ptr + tile) + lane
+    page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
+    is_touched = tl.load(is_touched_ptr + tile * TILE_KV + lane) != 0
+    # [TILE_KV, PADDED_QK] and [TILE_KV, PADDED_VO]
+    k_starts = page * k_strides[0] + offset * k_strides[1] + kv_head * k_strides[2]
+    v_starts = page * v_strides[0] + offset * v_strides[1] + kv_head * v_strides[2]
+    k = load_vectors(k_ptr, k_starts, is_touched, k_strides[3], HEAD_DIM_QK, PADDED_QK)
+    v = load_vectors(v_ptr, v_starts, is_touched, v_strides[3], HEAD_DIM_VO, PADDED_VO)
+    dk = tl.zeros([TILE_KV, PADDED_QK], tl.float32)
+    dv = tl.zeros([TILE_KV, PADDED_VO], tl.float32)
+
+    steps_per_pair: tl.constexpr = (ROWS_PER_PAIR + TILE_M - 1) // TILE_M
+    num_steps = tl.cdiv((end - begin) * ROWS_PER_PAIR, TILE_M) if IS_PACKED else (end - begin) * steps_per_pair
+    # Rows of the readers, TILE_M at a time.
+    for step in range(0, num_steps):
+        if IS_PACKED:
+            unit = step * TILE_M + tl.arange(0, TILE_M)
+            pair = begin + unit // ROWS_PER_PAIR
+            unit = unit % ROWS_PER_PAIR
+            is_unit = pair < end
+        else:
+            pair = begin + step // steps_per_pair
+            unit = (step % steps_per_pair) * TILE_M + tl.arange(0, TILE_M)
+            is_unit = unit < ROWS_PER_PAIR
+        dk, dv = add_reader_rows(
+            dk, dv, k, v, pair, unit, is_unit, head_program * group_size,
+            q_ptr, dout_ptr, lse_ptr, delta_ptr, q_strides, dout_strides,
+            pair_reader_ptr, pair_cells_ptr, codes_ptr, reader_q_start_ptr, reader_q_count_ptr, reader_head_start_ptr,
+            row_requests_ptr, row_positions_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr, score_params_ptr,
+            sm_scale, window, total_q, num_qo_heads,
+            end, TILE_M, TILE_KV, HEADS, IS_PACKED, HEAD_DIM_QK, HEAD_DIM_VO, PADDED_QK, PADDED_VO,
+            NUM_INTERVALS, SCORE_CODES, MASK_FN, HAS_WINDOW,
+        )  # fmt: skip
+
+    dk *= sm_scale
+    is_slot = slot < num_slots
+    if partial >= 0:
+        state = (partial * tl.num_programs(1) + head_program) * TILE_KV + lane
+        store_vectors(partial_dk_ptr, dk, state * HEAD_DIM_QK, is_slot, 1, HEAD_DIM_QK, PADDED_QK)
+        store_vectors(partial_dv_ptr, dv, state * HEAD_DIM_VO, is_slot, 1, HEAD_DIM_VO, PADDED_VO)
+    else:
+        dk_starts = page * dk_strides[0] + offset * dk_strides[1] + kv_head * dk_strides[2]
+        dv_starts = page * dv_strides[0] + offset * dv_strides[1] + kv_head * dv_strides[2]
+        store_vectors(dk_ptr, dk, dk_starts, is_slot, dk_strides[3], HEAD_DIM_QK, PADDED_QK)
+        store_vectors(dv_ptr, dv, dv_starts, is_slot, dv_strides[3], HEAD_DIM_VO, PADDED_VO)
+
+
+@triton.jit
+def add_reader_rows(
+    dk, dv, k, v,  # [TILE_KV, PADDED_QK], [TILE_KV, PADDED_VO], and likewise
+    pair, unit, is_unit,  # [TILE_M] or a scalar, [TILE_M] twice: rows times heads of readers
+    head_shift,  # query heads before this KV head's, where all KV heads share a list
+    q_ptr, dout_ptr, lse_ptr, delta_ptr, q_strides, dout_strides,
+    pair_reader_ptr, pair_cells_ptr, codes_ptr, reader_q_start_ptr, reader_q_count_ptr, reader_head_start_ptr,
+    row_requests_ptr, row_positions_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr, score_params_ptr,
+    sm_scale, window, total_q, num_qo_heads,
+    end,
+    TILE_M: tl.constexpr,
+    TILE_KV: tl.constexpr,
+    HEADS: tl.constexpr,
+    IS_PACKED: tl.constexpr,
+    HEAD_DIM_QK: tl.constexpr,
+    HEAD_DIM_VO: tl.constexpr,
+    PADDED_QK: tl.constexpr,
+    PADDED_VO: tl.constexpr,
+    NUM_INTERVALS: tl.constexpr,
+    SCORE_CODES: tl.constexpr,
+    MASK_FN: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """dk / sm_scale and dv with TILE_M more rows."""
+    lane = tl.arange(0, TILE_KV)
+    is_pair = pair < end
+    reader = tl.load(pair_reader_ptr + pair, mask=is_pair, other=0)
+    q_start = tl.load(reader_q_start_ptr + reader)
+    is_row = is_unit & (unit // HEADS < tl.load(reader_q_count_ptr + reader))
+    rows = q_start + unit // HEADS
+    heads = tl.load(reader_head_start_ptr + reader) + head_shift + unit % HEADS
+    lse, delta, has_key = load_row_state(lse_ptr, delta_ptr, rows, heads, is_row, num_qo_heads)
+    q_idx = tl.load(row_positions_ptr + rows, mask=has_key, other=0)
+
+    cell = tl.load(pair_cells_ptr + pair, mask=is_pair, other=0) * TILE_KV
+    if IS_PACKED:
+        codes = tl.load(codes_ptr + cell[None, :] + lane[:, None], mask=is_row[None, :], other=-1)
+    else:
+        codes = tl.load(codes_ptr + cell + lane)[:, None]
+    # [TILE_KV, TILE_M or 1]; a slot that the list does not have gets -1, which no interval holds.
+    kv_idx = tl.where(codes >= 0, codes, -2 - codes)
+    admitted = has_key[None, :] & (kv_idx < 0)
+    for interval in tl.static_range(NUM_INTERVALS):
+        bound = interval * total_q + rows
+        first = tl.load(mask_starts_ptr + bound, mask=has_key, other=0)
+        past = tl.load(mask_ends_ptr + bound, mask=has_key, other=0)
+        admitted = admitted | ((kv_idx >= first[None, :]) & (kv_idx < past[None, :]))
+    admitted = admitted & has_key[None, :] & (codes != -1)
+    if HAS_WINDOW:
+        age = q_idx[None, :] - kv_idx
+        admitted = admitted & ((codes >= 0) | ((age >= 0) & (age < window)))
+    if MASK_FN is not None:
+        row_codes = tl.load(codes_ptr + cell + lane)
+        row_kv_idx = tl.where(row_codes >= 0, row_codes, -2 - row_codes)
+        allowed = MASK_FN(q_idx[:, None], row_kv_idx[None, :], tl.load(row_requests_ptr + q_start), mask_data_ptr)
+        allowed = tl.broadcast_to(allowed.to(tl.int32), [TILE_M, TILE_KV])
+        admitted = admitted & (tl.trans(allowed) != 0)
+
+    # dout of a row without keys is not read: it may hold anything, and 0 * NaN would reach dV.
+    heads = heads.to(tl.int64)
+    q_starts = rows * q_strides[0] + heads * q_strides[1]
+    dout_starts = rows * dout_strides[0] + heads * dout_strides[1]
+    q = load_vectors(q_ptr, q_starts, has_key, q_strides[2], HEAD_DIM_QK, PADDED_QK)
+    dout = load_vectors(dout_ptr, dout_starts, has_key, dout_strides[2], HEAD_DIM_VO, PADDED_VO)
+    no_edges = tl.zeros([TILE_KV, TILE_M], tl.float32)
+    scores, slope = apply_score_rules_with_slope(
+        dot(k, tl.trans(q), no_edges) * sm_scale, heads[None, :], has_key[None, :], kv_idx - q_idx[None, :],
+        score_params_ptr, num_qo_heads, SCORE_CODES,
+    )  # fmt: skip
+    value_products = dot(v, tl.trans(dout), no_edges)
+    probs, score_grads = weigh_edges(scores, slope, value_products, lse[None, :], delta[None, :], admitted)
+    dv = dot(narrow(probs, dout.dtype), dout, dv)
+    dk = dot(narrow(score_grads, q.dtype), q, dk)
+    return dk, dv
+
+
+@triton.jit
+def store_vectors(
+    ptr,
+    vectors,  # [TILE, PADDED_DIM] float32
+    starts,  # [TILE] int64
+    is_written,  # [TILE]
+    stride_dim,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+):
+    """Writes vectors in the dtype of the memory."""
+    dim = tl.arange(0, PADDED_DIM)
+    ptrs = ptr + starts[:, None] + (dim.to(tl.int64) * stride_dim)[None, :]
+    tl.store(ptrs, narrow(vectors, ptr.dtype.element_ty), mask=is_written[:, None] & (dim < HEAD_DIM)[None, :])
+
+
+@triton.jit
+def sum_items_kernel(
+    gradient_ptr, partial_ptr, strides,
+    summed_tile_ptr, partial_indptr_ptr, tile_slot_ptr, tile_kv_head_ptr, num_slots,
+    TILE_KV: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+):  # fmt: skip
+    """One slot's gradient, the parts of its tile's items added in order."""
+    head_program = tl.program_id(1)
+    lane = tl.program_id(2)
+    tile = tl.load(summed_tile_ptr + tl.program_id(0))
+    slot = tl.load(tile_slot_ptr + tile) + lane
+    if slot < num_slots:
+        dim = tl.arange(0, PADDED_DIM)
+        is_dim = dim < HEAD_DIM
+        total = tl.zeros([PADDED_DIM], tl.float32)
+        begin = tl.load(partial_indptr_ptr + tl.program_id(0))
+        end = tl.load(partial_indptr_ptr + tl.program_id(0) + 1)
+        for partial in range(begin, end):
+            state = (partial * tl.num_programs(1) + head_program) * TILE_KV + lane
+            total += tl.load(partial_ptr + state * HEAD_DIM + dim, mask=is_dim, other=0.0)
+        kv_head = tl.load(tile_kv_head_ptr + tile) + head_program
+        start = slot // PAGE_SIZE * strides[0] + slot % PAGE_SIZE * strides[1] + kv_head * strides[2]
+        ptrs = gradient_ptr + start + dim.to(tl.int64) * strides[3]
+        tl.store(ptrs, narrow(total, gradient_ptr.dtype.element_ty), mask=is_dim)

@@ -1,0 +1,310 @@
+"""Who selected a slot: the exact transpose of a plan's lists, tiled over slots. [GRAD-SUM, BLOCK-TRANSPOSE]
+
+The forward walks lists and reads slots; dK and dV run the other way. A *slot tile* is `tile_kv` neighbouring slots of
+one KV head. A *reader* is a few query rows and the heads that share a list; a *pair* is a slot tile and a reader that
+touches it. The codes of a pair say which logical position, if any, its list gives each slot of the tile: the position
+where all rows of the list have it, `-2 - position` where only windows brought it in, -1 where the list does not have
+the slot. A list that reaches one slot by two positions touches the tile twice: both count. [SET-ALIAS]
+
+Pairs that the lowered mask forbids altogether are left out. Tiles that many rows touch are cut into items of bounded
+work whose sums are added in item order, so the result depends on neither schedule nor device. Everything here is torch
+over all entries at once; nothing is cached, since the caller knows best how long a plan lives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attnconform.kernels.sparse_attention.candidates import cut_ranges, cut_row_blocks, enumerate_runs, to_slots
+from attnconform.kernels.sparse_attention.plan import Plan
+
+ABSENT = -1
+MIN_TILE_KV = 16  # the least a tensor core takes
+MAX_TILE_KV = 64
+MIN_ROWS_PER_ITEM = 4096
+NUM_ITEMS_WANTED = 1024  # a constant, not the device's processors: the order of sums must not depend on the device
+
+
+@dataclass(frozen=True, eq=False)
+class ListEntries:
+    """A plan's lists as flat triples; without lists, each request is a list of all its positions."""
+
+    entry_list: Tensor  # (num_entries,) int64
+    entry_slot: Tensor  # (num_entries,) int64
+    entry_code: Tensor  # (num_entries,) int32
+    list_kv_head: Tensor  # (num_lists,) int64, 0 where all KV heads read alike
+    list_head_start: Tensor  # (num_lists,) int64, first query head; relative to the KV head's where they read alike
+    list_q_start: Tensor  # (num_lists,) int64, global row
+    list_q_count: Tensor  # (num_lists,) int64
+    num_slots: int
+
+
+@dataclass(frozen=True, eq=False)
+class SlotTiles:
+    """Pairs by slot tile, ascending in tile, then list, then row; only touched tiles."""
+
+    tile_slot: Tensor  # (num_tiles,) int64, first slot
+    tile_kv_head: Tensor  # (num_tiles,) int64
+    tile_indptr: Tensor  # (num_tiles + 1,) int64, into pairs
+    pair_list: Tensor  # (num_pairs,) int64; a reader after `expand_readers`
+    pair_cells: Tensor  # (num_pairs,) int64, row of codes
+    codes: Tensor  # (num_cells, tile_kv) int32
+    is_touched: Tensor  # (num_tiles, tile_kv) bool, slots that at least one list has
+
+
+@dataclass(frozen=True, eq=False)
+class Readers:
+    """Rows and first head of every reader, and the hull of the positions that its rows' masks allow."""
+
+    owner: Tensor  # (num_readers,) int64, list
+    q_start: Tensor  # (num_readers,) int64
+    q_count: Tensor  # (num_readers,) int64
+    head_start: Tensor  # (num_readers,) int64
+    first_position: Tensor  # (num_readers,) int64
+    past_position: Tensor  # (num_readers,) int64
+
+
+@dataclass(frozen=True, eq=False)
+class Items:
+    """Runs of pairs, each small enough for one program; a tile of one item needs no workspace."""
+
+    item_tile: Tensor  # (num_items,) int64
+    item_begin: Tensor  # (num_items,) int64, into pairs
+    item_end: Tensor  # (num_items,) int64
+    item_partial: Tensor  # (num_items,) int64, row of the workspace; -1: the item writes the gradient itself
+    summed_tile: Tensor  # (num_summed,) int64, tiles of several items
+    partial_indptr: Tensor  # (num_summed + 1,) int64, into workspace rows
+    num_partials: int
+
+
+@dataclass(frozen=True)
+class KeyShape:
+    """What is compiled in."""
+
+    tile_kv: int
+    tile_m: int
+    heads: int  # of a reader
+    rows_per_pair: int  # rows times heads
+    is_packed: bool  # several pairs per step; else several steps per pair
+
+
+@dataclass(frozen=True, eq=False)
+class TransposedPlan:
+    """All that the KV-centric kernel needs beside the plan; valid as long as the plan is."""
+
+    shape: KeyShape
+    tiles: SlotTiles
+    readers: Readers
+    items: Items
+    num_head_programs: int  # KV heads that read alike
+
+
+def transpose_plan(
+    plan: Plan,
+    *,
+    tile_kv: int | None = None,
+    tile_m: int | None = None,
+    rows_per_item: int | None = None,
+) -> TransposedPlan:
+    """The KV-centric work of a plan; the keywords are hints that never change which edges count. [GRAD-FORMULA]
+
+    May be built once and used by every layer and step that uses the plan. Reads sizes back from the device.
+    Raises ValueError where a tile is not a power of two from 16 up.
+    """
+    entries = list_entries(plan)
+    shape = _choose_shape(plan, entries, tile_kv, tile_m)
+    tiles = tile_slots(entries, shape.tile_kv)
+    readers = cut_readers(plan, entries, max(1, shape.rows_per_pair // shape.heads))
+    tiles = drop_masked_pairs(expand_readers(tiles, readers, entries.list_q_start.numel()), readers)
+    num_head_programs = 1 if plan.sharing in ("query_head", "kv_head") else plan.num_kv_heads
+    if rows_per_item is None:
+        total_rows = tiles.pair_list.numel() * shape.rows_per_pair * num_head_programs
+        rows_per_item = max(MIN_ROWS_PER_ITEM, -(-total_rows // NUM_ITEMS_WANTED))
+    items = cut_items(tiles.tile_indptr, max(1, rows_per_item // shape.rows_per_pair))
+    return TransposedPlan(shape, tiles, readers, items, num_head_programs)
+
+
+def list_entries(plan: Plan) -> ListEntries:
+    """Every entry of every list with its slot and code."""
+    num_slots = plan.num_pages * plan.page_size
+    if plan.list_indptr is None:
+        request, position = enumerate_runs(plan.seqlen_kv)
+        nothing = torch.zeros_like(plan.seqlen_kv)
+        slot = to_slots(request, position, plan.page_table, plan.page_size)
+        q_start, q_count = plan.qo_indptr[:-1], plan.qo_indptr.diff()
+        return ListEntries(request, slot, position.int(), nothing, nothing, q_start, q_count, num_slots)
+    assert plan.q_block_size is not None
+    assert plan.list_positions is not None
+    assert plan.list_slots is not None
+    assert plan.list_members is not None
+    blocks = cut_row_blocks(plan.qo_indptr, plan.q_offset, plan.q_block_size)
+    block = torch.arange(blocks.q_start.numel(), device=plan.device).repeat_interleave(plan.lists_per_block)
+    head_list = torch.arange(plan.lists_per_block, device=plan.device).repeat(blocks.q_start.numel())
+    if plan.sharing == "query_head":
+        kv_head, head_start = head_list // plan.group_size, head_list
+    else:
+        kv_head, head_start = head_list, head_list * plan.group_size
+    entry_list, _ = enumerate_runs(plan.list_indptr.long().diff())
+    code = torch.where(plan.list_members, plan.list_positions, -2 - plan.list_positions)
+    q_start, q_count = blocks.q_start[block], blocks.q_count[block]
+    return ListEntries(entry_list, plan.list_slots, code, kv_head, head_start, q_start, q_count, num_slots)
+
+
+def _choose_shape(plan: Plan, entries: ListEntries, tile_kv: int | None, tile_m: int | None) -> KeyShape:
+    """Tiles for the plan: as wide as neighbouring slots are selected together, and as registers allow."""
+    dims = max(plan.head_dim_qk, plan.head_dim_vo) * plan.dtype.itemsize
+    if tile_kv is None:
+        run = MAX_TILE_KV if plan.list_indptr is None else min(MAX_TILE_KV, _mean_run(entries))
+        tile_kv = max(MIN_TILE_KV, run if dims <= 256 else run // 2)
+    tile_m = tile_m or (16 if plan.device.type == "cpu" else 64 if dims <= 256 else 32)
+    for name, size in (("tile_kv", tile_kv), ("tile_m", tile_m)):
+        if size < 16 or size & (size - 1):
+            raise ValueError(f"{name} is {size}, but must be a power of two from 16 up [SAFE-SHAPE]")
+    heads = 1 if plan.sharing == "query_head" else plan.group_size
+    longest = int(entries.list_q_count.max()) if entries.list_q_count.numel() else 1
+    rows_per_pair = heads * min(max(1, longest), max(1, tile_m // heads))
+    # A jit mask function is promised one request and one row of positions per call.
+    is_packed = 2 * rows_per_pair <= tile_m and plan.mask_fn is None
+    return KeyShape(tile_kv, tile_m, heads, rows_per_pair, is_packed)
+
+
+def _mean_run(entries: ListEntries) -> int:
+    """Mean length of runs of neighbouring slots in a list, rounded up to a power of two."""
+    if entries.entry_slot.numel() == 0:
+        return 1
+    breaks = (entries.entry_slot.diff() != 1) | (entries.entry_list.diff() != 0)
+    mean = entries.entry_slot.numel() // (1 + int(breaks.sum()))
+    return 1 << (mean - 1).bit_length()
+
+
+def tile_slots(entries: ListEntries, tile_kv: int) -> SlotTiles:
+    """The lists that touch every slot tile; each entry lands in exactly one cell."""
+    num_lists = max(1, entries.list_kv_head.numel())
+    num_slot_tiles = max(1, -(-entries.num_slots // tile_kv))
+    tile = entries.list_kv_head[entries.entry_list] * num_slot_tiles + entries.entry_slot // tile_kv
+    lane = entries.entry_slot % tile_kv
+    touch = tile * num_lists + entries.entry_list
+    num_repeats = 1
+    key, pair = _group(touch)
+    codes = _fill_cells(key.numel(), tile_kv, pair, lane, entries.entry_code)
+    if int((codes != ABSENT).sum()) < lane.numel():
+        repeat = _count_earlier_equals(pair * tile_kv + lane)
+        num_repeats = int(repeat.max()) + 1
+        key, pair = _group(touch * num_repeats + repeat)
+        codes = _fill_cells(key.numel(), tile_kv, pair, lane, entries.entry_code)
+    tiles, counts = torch.unique_consecutive(key // (num_lists * num_repeats), return_counts=True)
+    hits = torch.zeros(tiles.numel(), tile_kv, dtype=torch.int32, device=key.device)
+    hits.index_add_(0, torch.repeat_interleave(counts), (codes != ABSENT).int())
+    return SlotTiles(
+        tile_slot=tiles % num_slot_tiles * tile_kv,
+        tile_kv_head=tiles // num_slot_tiles,
+        tile_indptr=_row_starts(counts),
+        pair_list=key // num_repeats % num_lists,
+        pair_cells=torch.arange(key.numel(), device=key.device),
+        codes=codes,
+        is_touched=hits > 0,
+    )
+
+
+def _group(key: Tensor) -> tuple[Tensor, Tensor]:
+    """Distinct keys ascending, and for each input the index of its key.
+
+    Neighbouring entries mostly share a key (positions of a page are neighbouring slots): runs are sorted, not entries.
+    """
+    run_key, run = torch.unique_consecutive(key, return_inverse=True)
+    distinct, group_of_run = torch.unique(run_key, sorted=True, return_inverse=True)
+    return distinct, group_of_run[run]
+
+
+def _fill_cells(num_pairs: int, tile_kv: int, pair: Tensor, lane: Tensor, code: Tensor) -> Tensor:
+    codes = torch.full((num_pairs, tile_kv), ABSENT, dtype=torch.int32, device=code.device)
+    codes[pair, lane] = code
+    return codes
+
+
+def _count_earlier_equals(cell: Tensor) -> Tensor:
+    """For each entry, how many entries before it have the same cell."""
+    ordered, order = torch.sort(cell, stable=True)
+    index = torch.arange(ordered.numel(), device=cell.device)
+    is_start = torch.ones_like(ordered, dtype=torch.bool)
+    is_start[1:] = ordered[1:] != ordered[:-1]
+    start = torch.cummax(torch.where(is_start, index, 0), 0).values
+    earlier = torch.empty_like(cell)
+    earlier[order] = index - start
+    return earlier
+
+
+def _row_starts(counts: Tensor) -> Tensor:
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+def cut_readers(plan: Plan, entries: ListEntries, max_rows: int) -> Readers:
+    """Every list's rows in readers of at most `max_rows`, in list order."""
+    owner, start, q_count = cut_ranges(entries.list_q_count, max_rows)
+    q_start = entries.list_q_start[owner] + start
+    reader, rank = enumerate_runs(q_count)
+    rows = q_start[reader] + rank
+    starts, ends = plan.mask_starts.long()[:, rows], plan.mask_ends.long()[:, rows]
+    is_empty = starts >= ends
+    first = torch.where(is_empty, 2**31 - 1, starts).amin(0)
+    past = torch.where(is_empty, 0, ends).amax(0)
+    return Readers(
+        owner=owner,
+        q_start=q_start,
+        q_count=q_count,
+        head_start=entries.list_head_start[owner],
+        first_position=torch.full_like(q_start, 2**31 - 1).scatter_reduce(0, reader, first, "amin"),
+        past_position=torch.zeros_like(q_start).scatter_reduce(0, reader, past, "amax"),
+    )
+
+
+def expand_readers(tiles: SlotTiles, readers: Readers, num_lists: int) -> SlotTiles:
+    """The same tiles with every list replaced by its readers, which share the list's codes."""
+    num_readers = torch.bincount(readers.owner, minlength=num_lists)
+    first_reader = num_readers.cumsum(0) - num_readers
+    counts = num_readers[tiles.pair_list]
+    pair, rank = enumerate_runs(counts)
+    return replace(
+        tiles,
+        tile_indptr=_row_starts(counts)[tiles.tile_indptr],
+        pair_list=first_reader[tiles.pair_list[pair]] + rank,
+        pair_cells=tiles.pair_cells[pair],
+    )
+
+
+def drop_masked_pairs(tiles: SlotTiles, readers: Readers) -> SlotTiles:
+    """Without the pairs whose positions all lie outside the hull that the reader's masks allow."""
+    position = torch.where(tiles.codes >= 0, tiles.codes, -2 - tiles.codes)
+    first = torch.where(tiles.codes == ABSENT, 2**31 - 1, position).amin(1)
+    last = torch.where(tiles.codes == ABSENT, -1, position).amax(1)
+    is_kept = (last[tiles.pair_cells] >= readers.first_position[tiles.pair_list]) & (
+        first[tiles.pair_cells] < readers.past_position[tiles.pair_list]
+    )
+    return replace(
+        tiles,
+        tile_indptr=_row_starts(is_kept.long())[tiles.tile_indptr],
+        pair_list=tiles.pair_list[is_kept],
+        pair_cells=tiles.pair_cells[is_kept],
+    )
+
+
+def cut_items(tile_indptr: Tensor, max_pairs: int) -> Items:
+    """Every tile's pairs in items of at most `max_pairs`, largest first."""
+    tile, start, count = cut_ranges(tile_indptr.diff(), max_pairs)
+    begin = tile_indptr[:-1][tile] + start
+    num_items = torch.bincount(tile, minlength=tile_indptr.numel() - 1)
+    is_cut = num_items[tile] > 1
+    partial = torch.where(is_cut, is_cut.cumsum(0) - 1, -1)
+    order = torch.argsort(count, descending=True, stable=True)
+    return Items(
+        item_tile=tile[order],
+        item_begin=begin[order],
+        item_end=(begin + count)[order],
+        item_partial=partial[order],
+        summed_tile=torch.nonzero(num_items > 1).flatten(),
+        partial_indptr=_row_starts(num_items[num_items > 1]),
+        num_partials=int(is_cut.sum()),
+    )

@@ -1,0 +1,510 @@
+"""Forward attention over the tasks of a plan: decode and prefill, paged, listed or dense, with rules fused in.
+
+One program handles one task: it loads its query rows once (rows times the heads of a group, the M dimension), then walks
+its keys in packed tiles: any tokens of any pages, gathered by slot, so a tile is full whatever the page size. Online
+softmax runs in base 2 and float32. Keys that every row of the task admits need no mask and have a loop of their own.
+A long run of keys is several tasks whose partial states (max, sum, unnormalized output) a second kernel merges.
+
+Slots outside what a task's rows may see are never read, so bytes that no request owns never matter, NaN included. Rows
+of one task share their reads: a slot that only some of them see must hold finite numbers. [MASK-INTERFERENCE]
+bfloat16, float16 and float32; head_dim up to 256, padded to a power of two in registers only; any page size.
+[MASK-BEFORE-MAX, EMPTY-ROW, LSE-NATURAL, LSE-SINK, MERGE-MONOID, GQA-MAP, COORD-WIDE, COORD-STRIDES]
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnconform.kernels.sparse_attention.errors import PlanError
+from attnconform.kernels.sparse_attention.numerics import LN_2, LOG2_E, dot, narrow, widen
+from attnconform.kernels.sparse_attention.plan import Plan
+from attnconform.kernels.sparse_attention.rules import apply_score_rules, is_in_intervals
+from attnconform.kernels.sparse_attention.tasks import MERGE_FIELDS, TASK_FIELDS, Launch
+
+
+def run(
+    plan: Plan,
+    q: Tensor,  # (total_q, num_qo_heads, head_dim_qk)
+    k_cache: Tensor,  # NHD: (num_pages, page_size, num_kv_heads, head_dim_qk); HND: heads before page_size
+    v_cache: Tensor,  # likewise, with head_dim_vo
+    *,
+    out: Tensor | None = None,  # (total_q, num_qo_heads, head_dim_vo)
+    lse: Tensor | None = None,  # (total_q, num_qo_heads) float32
+) -> tuple[Tensor, Tensor]:
+    """Attention output and natural-log lse of every row; an empty row gives 0 and -inf, or its sink logit.
+
+    Any strides are honoured. Allocates nothing but out and lse where they are not given, and does not synchronize.
+    Raises PlanError where a tensor is not what the plan was made for. [SAFE-SHAPE]
+    """
+    rows = (plan.total_q, plan.num_qo_heads)
+    out = q.new_empty((*rows, plan.head_dim_vo)) if out is None else out
+    lse = q.new_empty(rows, dtype=torch.float32) if lse is None else lse
+    _check_tensors(plan, q, k_cache, v_cache, out, lse)
+    for launch in plan.launches:
+        launch_attend(plan, launch, q, k_cache, v_cache, out, lse)
+        if launch.merges.shape[0]:
+            launch_merge(plan, launch, out, lse)
+    return out, lse
+
+
+def merge_states(
+    out_a: Tensor,  # (total_q, num_qo_heads, head_dim)
+    lse_a: Tensor,  # (total_q, num_qo_heads), natural log
+    out_b: Tensor,  # likewise, over keys that a does not have
+    lse_b: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two disjoint key sets; an empty state (lse -inf) changes nothing. [MERGE-MONOID]
+
+    out has the dtype of out_a. A sink logit must be in at most one of the two.
+    """
+    for name, got, want in (
+        ("out_b.shape", tuple(out_b.shape), tuple(out_a.shape)),
+        ("lse_a.shape", tuple(lse_a.shape), tuple(out_a.shape[:2])),
+        ("lse_b.shape", tuple(lse_b.shape), tuple(out_a.shape[:2])),
+    ):
+        if got != want or out_a.dim() != 3:
+            raise PlanError("SAFE-SHAPE", name, got, f"out_a.shape is {tuple(out_a.shape)}")
+    out = torch.empty_like(out_a, memory_format=torch.contiguous_format)
+    lse = torch.empty(out_a.shape[:2], dtype=torch.float32, device=out_a.device)
+    if lse.numel():
+        merge_states_kernel[lse.shape](
+            out_a, lse_a, out_b, lse_b, out, lse,
+            out_a.stride(), lse_a.stride(), out_b.stride(), lse_b.stride(), out.stride(), lse.stride(),
+            HEAD_DIM=out_a.shape[2], PADDED_DIM=triton.next_power_of_2(out_a.shape[2]),
+        )  # fmt: skip
+    return out, lse
+
+
+def launch_attend(
+    plan: Plan, launch: Launch, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor
+) -> None:
+    """One program per task."""
+    shape = launch.shape
+    attend_kernel[(launch.tasks.shape[0],)](
+        q, k_cache, v_cache, out, lse,
+        q.stride(), _cache_strides(plan, k_cache), _cache_strides(plan, v_cache), out.stride(), lse.stride(),
+        launch.tasks, launch.partial_acc, launch.partial_max, launch.partial_sum,
+        plan.page_table, plan.list_slots, plan.list_positions, plan.list_members,
+        plan.row_positions, plan.mask_starts, plan.mask_ends, plan.mask_data, plan.score_params, plan.sink_logits,
+        plan.sm_scale, plan.window or 0, plan.total_q, plan.num_qo_heads, plan.page_table.shape[1],
+        TASK_WIDTH=len(TASK_FIELDS),
+        TILE_Q=shape.tile_q,
+        TILE_M=shape.tile_m,
+        TILE_KV=shape.tile_kv,
+        HEADS=shape.heads_per_tile,
+        HEAD_DIM_QK=plan.head_dim_qk,
+        HEAD_DIM_VO=plan.head_dim_vo,
+        PADDED_QK=_padded(plan.head_dim_qk),
+        PADDED_VO=_padded(plan.head_dim_vo),
+        PAGE_SIZE=plan.page_size,
+        NUM_INTERVALS=plan.mask_starts.shape[0],
+        SCORE_CODES=plan.score_codes,
+        MASK_FN=plan.mask_fn,
+        HAS_LISTS=plan.list_slots is not None,
+        HAS_WINDOW=bool(plan.window),
+        HAS_SINK=plan.sink_logits is not None,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+    )  # fmt: skip
+
+
+def launch_merge(plan: Plan, launch: Launch, out: Tensor, lse: Tensor) -> None:
+    """One program per output row of a tile that was cut."""
+    shape = launch.shape
+    merge_kernel[(launch.merges.shape[0], shape.tile_m)](
+        launch.merges, launch.partial_acc, launch.partial_max, launch.partial_sum,
+        out, lse, out.stride(), lse.stride(), plan.sink_logits,
+        MERGE_WIDTH=len(MERGE_FIELDS),
+        TILE_M=shape.tile_m,
+        HEADS=shape.heads_per_tile,
+        HEAD_DIM_VO=plan.head_dim_vo,
+        PADDED_VO=_padded(plan.head_dim_vo),
+        HAS_SINK=plan.sink_logits is not None,
+        TILE_SPLITS=8,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def _padded(head_dim: int) -> int:
+    """A power of two that a tensor core takes."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def _cache_strides(plan: Plan, cache: Tensor) -> tuple[int, int, int, int]:
+    """Strides of page, token in page, head and dimension, whatever the layout."""
+    page, a, b, dim = cache.stride()
+    return (page, a, b, dim) if plan.layout == "NHD" else (page, b, a, dim)
+
+
+def _check_tensors(plan: Plan, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Refuses tensors of another shape, dtype or device than planned. [SAFE-SHAPE]"""
+    tokens, heads = (plan.page_size, plan.num_kv_heads)
+    inner = (tokens, heads) if plan.layout == "NHD" else (heads, tokens)
+    rows = (plan.total_q, plan.num_qo_heads)
+    for name, tensor, shape, dtype in (
+        ("q", q, (*rows, plan.head_dim_qk), plan.dtype),
+        ("k_cache", k_cache, (plan.num_pages, *inner, plan.head_dim_qk), plan.dtype),
+        ("v_cache", v_cache, (plan.num_pages, *inner, plan.head_dim_vo), plan.dtype),
+        ("out", out, (*rows, plan.head_dim_vo), plan.dtype),
+        ("lse", lse, rows, torch.float32),
+    ):
+        if tensor.shape != shape:
+            raise PlanError("SAFE-SHAPE", f"{name}.shape", tuple(tensor.shape), f"the plan is for {shape}")
+        if tensor.dtype != dtype:
+            raise PlanError("SAFE-SHAPE", f"{name}.dtype", tensor.dtype, f"the plan is for {dtype}")
+        if tensor.device != plan.device:
+            raise PlanError("SAFE-SHAPE", f"{name}.device", tensor.device, f"the plan is for {plan.device}")
+
+
+@triton.jit
+def attend_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
+    q_strides, k_strides, v_strides, out_strides, lse_strides,
+    tasks_ptr, partial_acc_ptr, partial_max_ptr, partial_sum_ptr,
+    page_table_ptr, list_slots_ptr, list_positions_ptr, list_members_ptr,
+    row_positions_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr, score_params_ptr, sink_logits_ptr,
+    sm_scale, window, total_q, num_qo_heads, max_pages,
+    TASK_WIDTH: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_KV: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM_QK: tl.constexpr,
+    HEAD_DIM_VO: tl.constexpr,
+    PADDED_QK: tl.constexpr,
+    PADDED_VO: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    NUM_INTERVALS: tl.constexpr,
+    SCORE_CODES: tl.constexpr,
+    MASK_FN: tl.constexpr,
+    HAS_LISTS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+):  # fmt: skip
+    """Attends one task; writes its rows, or its partial state where its tile was cut."""
+    task_ptr = tasks_ptr + tl.program_id(0).to(tl.int64) * TASK_WIDTH
+    request = tl.load(task_ptr)
+    q_start = tl.load(task_ptr + 1)
+    q_count = tl.load(task_ptr + 2)
+    head_start = tl.load(task_ptr + 3)
+    head_count = tl.load(task_ptr + 4)
+    kv_head = tl.load(task_ptr + 5).to(tl.int64)
+    kv_start = tl.load(task_ptr + 6)
+    kv_end = tl.load(task_ptr + 7)
+    full_start = tl.load(task_ptr + 8)
+    full_end = tl.load(task_ptr + 9)
+    partial = tl.load(task_ptr + 10).to(tl.int64)
+
+    lane_m = tl.arange(0, TILE_M)
+    rows = q_start + lane_m // HEADS
+    heads = head_start + lane_m % HEADS
+    is_live = (lane_m // HEADS < q_count) & (lane_m % HEADS < head_count)
+    # Rules depend on the row, not on the head: a tile of one row evaluates them once per key.
+    if TILE_Q == 1:
+        rule_rows = q_start + tl.arange(0, 1)
+        is_rule_row = tl.arange(0, 1) < q_count
+    else:
+        rule_rows = rows
+        is_rule_row = is_live
+    q_idx = tl.load(row_positions_ptr + rule_rows, mask=is_rule_row, other=0)
+
+    dim_qk = tl.arange(0, PADDED_QK)
+    q_offset = rows.to(tl.int64)[:, None] * q_strides[0] + heads.to(tl.int64)[:, None] * q_strides[1]
+    q_offset += dim_qk.to(tl.int64)[None, :] * q_strides[2]
+    # [TILE_M, PADDED_QK]
+    q = tl.load(q_ptr + q_offset, mask=is_live[:, None] & (dim_qk < HEAD_DIM_QK)[None, :], other=0.0)
+
+    k_ptr += kv_head * k_strides[2]
+    v_ptr += kv_head * v_strides[2]
+    page_table_ptr += request.to(tl.int64) * max_pages
+    row_max = tl.full([TILE_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([TILE_M], tl.float32)
+    acc = tl.zeros([TILE_M, PADDED_VO], tl.float32)
+
+    num_full = (full_end - full_start) // TILE_KV
+    if TILE_Q == 1:
+        # One row's mask is cheap; a second loop would only cost its start-up.
+        num_full = 0
+    full_stop = full_start + num_full * TILE_KV
+    if TILE_Q > 1:
+        # Keys that every row admits.
+        for first in range(full_start, full_stop, TILE_KV):
+            acc, row_max, row_sum = attend_tile(
+                acc, row_max, row_sum, q, first, full_stop,
+                k_ptr, v_ptr, k_strides, v_strides,
+                page_table_ptr, list_slots_ptr, list_positions_ptr, list_members_ptr,
+                rule_rows, is_rule_row, q_idx, heads, is_live, request,
+                mask_starts_ptr, mask_ends_ptr, mask_data_ptr, score_params_ptr,
+                sm_scale, window, total_q, num_qo_heads,
+                True, TILE_Q, TILE_KV, HEAD_DIM_QK, HEAD_DIM_VO, PADDED_QK, PADDED_VO, PAGE_SIZE,
+                NUM_INTERVALS, SCORE_CODES, MASK_FN, HAS_LISTS, HAS_WINDOW,
+            )  # fmt: skip
+    # Keys before and after those, masked row by row.
+    num_before = tl.cdiv(full_start - kv_start, TILE_KV)
+    num_after = tl.cdiv(kv_end - full_stop, TILE_KV)
+    for step in range(0, num_before + num_after):
+        is_before = step < num_before
+        first = tl.where(is_before, kv_start + step * TILE_KV, full_stop + (step - num_before) * TILE_KV)
+        acc, row_max, row_sum = attend_tile(
+            acc, row_max, row_sum, q, first, tl.where(is_before, full_start, kv_end),
+            k_ptr, v_ptr, k_strides, v_strides,
+            page_table_ptr, list_slots_ptr, list_positions_ptr, list_members_ptr,
+            rule_rows, is_rule_row, q_idx, heads, is_live, request,
+            mask_starts_ptr, mask_ends_ptr, mask_data_ptr, score_params_ptr,
+            sm_scale, window, total_q, num_qo_heads,
+            False, TILE_Q, TILE_KV, HEAD_DIM_QK, HEAD_DIM_VO, PADDED_QK, PADDED_VO, PAGE_SIZE,
+            NUM_INTERVALS, SCORE_CODES, MASK_FN, HAS_LISTS, HAS_WINDOW,
+        )  # fmt: skip
+
+    if partial >= 0:
+        dim_vo = tl.arange(0, PADDED_VO)
+        state = partial * TILE_M + lane_m
+        tl.store(partial_max_ptr + state, row_max)
+        tl.store(partial_sum_ptr + state, row_sum)
+        acc_ptrs = partial_acc_ptr + state[:, None] * HEAD_DIM_VO + dim_vo[None, :]
+        tl.store(acc_ptrs, acc, mask=is_live[:, None] & (dim_vo < HEAD_DIM_VO)[None, :])
+    else:
+        store_rows(
+            acc, row_max, row_sum, rows, heads, is_live, out_ptr, lse_ptr, out_strides, lse_strides, sink_logits_ptr,
+            HEAD_DIM_VO, PADDED_VO, HAS_SINK,
+        )  # fmt: skip
+
+
+@triton.jit
+def attend_tile(
+    acc, row_max, row_sum, q,  # [TILE_M, PADDED_VO], [TILE_M], [TILE_M], [TILE_M, PADDED_QK]
+    first, limit,  # keys of this tile: entries or positions from first, below limit
+    k_ptr, v_ptr, k_strides, v_strides,
+    page_table_ptr, list_slots_ptr, list_positions_ptr, list_members_ptr,
+    rule_rows, is_rule_row, q_idx,  # [ROWS], ROWS being 1 or TILE_M
+    heads, is_live,  # [TILE_M]
+    request, mask_starts_ptr, mask_ends_ptr, mask_data_ptr, score_params_ptr,
+    sm_scale, window, total_q, num_qo_heads,
+    IS_FULL: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    TILE_KV: tl.constexpr,
+    HEAD_DIM_QK: tl.constexpr,
+    HEAD_DIM_VO: tl.constexpr,
+    PADDED_QK: tl.constexpr,
+    PADDED_VO: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    NUM_INTERVALS: tl.constexpr,
+    SCORE_CODES: tl.constexpr,
+    MASK_FN: tl.constexpr,
+    HAS_LISTS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """The state after one more tile of keys."""
+    key = first + tl.arange(0, TILE_KV)
+    is_key = key < limit
+    kv_idx, page, offset = locate_keys(
+        key, is_key, page_table_ptr, list_slots_ptr, list_positions_ptr, IS_FULL, PAGE_SIZE, SCORE_CODES, HAS_LISTS
+    )
+    if IS_FULL:
+        admitted = is_key[None, :]
+        is_read = is_key
+    else:
+        # [ROWS, TILE_KV]
+        admitted = is_key[None, :] & is_in_intervals(
+            rule_rows, is_rule_row, kv_idx, mask_starts_ptr, mask_ends_ptr, total_q, NUM_INTERVALS
+        )
+        if HAS_LISTS and HAS_WINDOW:
+            is_member = tl.load(list_members_ptr + key, mask=is_key, other=0) != 0
+            distance = q_idx[:, None] - kv_idx[None, :]
+            admitted = admitted & (is_member[None, :] | ((distance >= 0) & (distance < window)))
+        if MASK_FN is not None:
+            admitted = admitted & MASK_FN(q_idx[:, None], kv_idx[None, :], request, mask_data_ptr)
+        # A slot that no row admits is not read. A single interval per row leaves no gap between the rows of a tile,
+        # and the work list ends where it ends.
+        if TILE_Q == 1 or NUM_INTERVALS > 1 or HAS_WINDOW or MASK_FN is not None:
+            is_read = tl.max(admitted.to(tl.int32), axis=0) > 0
+        else:
+            is_read = is_key
+
+    dim_qk = tl.arange(0, PADDED_QK)
+    # [PADDED_QK, TILE_KV]
+    k_offset = (page * k_strides[0] + offset * k_strides[1])[None, :] + (dim_qk.to(tl.int64) * k_strides[3])[:, None]
+    k = load_tile(k_ptr + k_offset, is_read[None, :], (dim_qk < HEAD_DIM_QK)[:, None], IS_FULL, HEAD_DIM_QK)
+    scores = dot(q, k, tl.zeros([q.shape[0], TILE_KV], tl.float32))
+    if len(SCORE_CODES) > 0:
+        scores = apply_score_rules(
+            scores * sm_scale, heads, is_live, q_idx, kv_idx, score_params_ptr, num_qo_heads, SCORE_CODES
+        )
+        scores *= LOG2_E
+    else:
+        scores *= sm_scale * LOG2_E
+    if not IS_FULL:
+        scores = tl.where(admitted, scores, float("-inf"))
+
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+    # A row that has admitted nothing yet would subtract -inf from -inf. [EMPTY-ROW]
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores - base[:, None])
+    rescale = tl.exp2(row_max - base)
+    row_sum = row_sum * rescale + tl.sum(weights, axis=1)
+    dim_vo = tl.arange(0, PADDED_VO)
+    # [TILE_KV, PADDED_VO]
+    v_offset = (page * v_strides[0] + offset * v_strides[1])[:, None] + (dim_vo.to(tl.int64) * v_strides[3])[None, :]
+    v = load_tile(v_ptr + v_offset, is_read[:, None], (dim_vo < HEAD_DIM_VO)[None, :], IS_FULL, HEAD_DIM_VO)
+    acc = dot(narrow(weights, v.dtype), v, acc * rescale[:, None])
+    return acc, new_max, row_sum
+
+
+@triton.jit
+def locate_keys(
+    key, is_key,  # [TILE_KV] entries of a list, or positions
+    page_table_ptr, list_slots_ptr, list_positions_ptr,
+    IS_FULL: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    SCORE_CODES: tl.constexpr,
+    HAS_LISTS: tl.constexpr,
+):  # fmt: skip
+    """Logical position, physical page and offset in the page of every key. [COORD-SLOT, COORD-WIDE]"""
+    if HAS_LISTS:
+        slot = tl.load(list_slots_ptr + key, mask=is_key, other=0)
+        page = slot // PAGE_SIZE
+        offset = slot % PAGE_SIZE
+        # Without a mask or a rule that looks at positions they are not worth their bytes.
+        kv_idx = key
+        if not IS_FULL or len(SCORE_CODES) > 0:
+            kv_idx = tl.load(list_positions_ptr + key, mask=is_key, other=0)
+    else:
+        kv_idx = key
+        page = tl.load(page_table_ptr + key // PAGE_SIZE, mask=is_key, other=0).to(tl.int64)
+        offset = (key % PAGE_SIZE).to(tl.int64)
+    return kv_idx, page, offset
+
+
+@triton.jit
+def load_tile(ptrs, is_read, is_dim, IS_FULL: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Keys or values of a tile, 0 where a lane is masked; a mask that is known to be true is left out."""
+    IS_PADDED: tl.constexpr = (HEAD_DIM & (HEAD_DIM - 1)) != 0 or HEAD_DIM < 16
+    if IS_FULL:
+        if IS_PADDED:
+            return tl.load(ptrs, mask=is_dim, other=0.0)
+        else:
+            return tl.load(ptrs)
+    else:
+        if IS_PADDED:
+            return tl.load(ptrs, mask=is_read & is_dim, other=0.0)
+        else:
+            return tl.load(ptrs, mask=is_read, other=0.0)
+
+
+@triton.jit
+def store_rows(
+    acc, row_max, row_sum,  # [TILE_M, PADDED_VO], [TILE_M], [TILE_M]
+    rows, heads, is_live,  # [TILE_M]
+    out_ptr, lse_ptr, out_strides, lse_strides, sink_logits_ptr,
+    HEAD_DIM_VO: tl.constexpr,
+    PADDED_VO: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+):  # fmt: skip
+    """Normalizes and writes finished rows; the sink logit joins the denominator here, once. [LSE-SINK, EMPTY-ROW]"""
+    is_empty = row_sum == 0
+    empty_lse = tl.full(row_sum.shape, float("-inf"), tl.float32)
+    if HAS_SINK:
+        empty_lse = tl.load(sink_logits_ptr + heads, mask=is_live, other=0.0)
+        sink = empty_lse * LOG2_E
+        new_max = tl.maximum(row_max, sink)
+        rescale = tl.exp2(row_max - new_max)
+        acc *= rescale[:, None]
+        row_sum = row_sum * rescale + tl.exp2(sink - new_max)
+        row_max = new_max
+    denominator = tl.where(is_empty, 1.0, row_sum)
+    out = tl.where(is_empty[:, None], 0.0, acc / denominator[:, None])
+    lse = tl.where(is_empty, empty_lse, (row_max + tl.log2(denominator)) * LN_2)
+    rows = rows.to(tl.int64)
+    heads = heads.to(tl.int64)
+    dim_vo = tl.arange(0, PADDED_VO)
+    out_offset = (rows * out_strides[0] + heads * out_strides[1])[:, None]
+    out_ptrs = out_ptr + out_offset + (dim_vo.to(tl.int64) * out_strides[2])[None, :]
+    tl.store(out_ptrs, narrow(out, out_ptr.dtype.element_ty), mask=is_live[:, None] & (dim_vo < HEAD_DIM_VO)[None, :])
+    tl.store(lse_ptr + rows * lse_strides[0] + heads * lse_strides[1], lse, mask=is_live)
+
+
+@triton.jit
+def merge_kernel(
+    merges_ptr, partial_acc_ptr, partial_max_ptr, partial_sum_ptr,
+    out_ptr, lse_ptr, out_strides, lse_strides, sink_logits_ptr,
+    MERGE_WIDTH: tl.constexpr,
+    TILE_M: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM_VO: tl.constexpr,
+    PADDED_VO: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    TILE_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Merges the partial states of one row and writes it; states of no keys change nothing. [MERGE-MONOID]"""
+    merge_ptr = merges_ptr + tl.program_id(0).to(tl.int64) * MERGE_WIDTH
+    q_start = tl.load(merge_ptr)
+    q_count = tl.load(merge_ptr + 1)
+    head_start = tl.load(merge_ptr + 2)
+    head_count = tl.load(merge_ptr + 3)
+    first_partial = tl.load(merge_ptr + 4).to(tl.int64)
+    num_partials = tl.load(merge_ptr + 5)
+    lane_m = tl.program_id(1)
+    rows = q_start + lane_m // HEADS + tl.arange(0, 1)
+    heads = head_start + lane_m % HEADS + tl.arange(0, 1)
+    is_live = (rows < q_start + q_count) & (heads < head_start + head_count)
+    if (lane_m // HEADS < q_count) & (lane_m % HEADS < head_count):
+        dim_vo = tl.arange(0, PADDED_VO)
+        row_max = tl.full([1], float("-inf"), tl.float32)
+        row_sum = tl.zeros([1], tl.float32)
+        acc = tl.zeros([1, PADDED_VO], tl.float32)
+        # A few chunks at a time, so that their loads are in flight together.
+        for first in range(0, num_partials, TILE_SPLITS):
+            chunk = first + tl.arange(0, TILE_SPLITS)
+            is_chunk = chunk < num_partials
+            state = (first_partial + chunk) * TILE_M + lane_m
+            chunk_max = tl.load(partial_max_ptr + state, mask=is_chunk, other=float("-inf"))
+            chunk_sum = tl.load(partial_sum_ptr + state, mask=is_chunk, other=0.0)
+            acc_mask = is_chunk[:, None] & (dim_vo < HEAD_DIM_VO)[None, :]
+            acc_ptrs = partial_acc_ptr + state[:, None] * HEAD_DIM_VO + dim_vo[None, :]
+            chunk_acc = tl.load(acc_ptrs, mask=acc_mask, other=0.0)
+            new_max = tl.maximum(row_max, tl.max(chunk_max, axis=0))
+            base = tl.where(new_max == float("-inf"), 0.0, new_max)
+            rescale = tl.exp2(row_max - base)
+            weight = tl.exp2(chunk_max - base)
+            row_sum = row_sum * rescale + tl.sum(chunk_sum * weight, axis=0)
+            acc = acc * rescale[:, None] + tl.sum(chunk_acc * weight[:, None], axis=0)[None, :]
+            row_max = new_max
+        store_rows(
+            acc, row_max, row_sum, rows, heads, is_live, out_ptr, lse_ptr, out_strides, lse_strides, sink_logits_ptr,
+            HEAD_DIM_VO, PADDED_VO, HAS_SINK,
+        )  # fmt: skip
+
+
+@triton.jit
+def merge_states_kernel(
+    out_a_ptr, lse_a_ptr, out_b_ptr, lse_b_ptr, out_ptr, lse_ptr,
+    out_a_strides, lse_a_strides, out_b_strides, lse_b_strides, out_strides, lse_strides,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+):  # fmt: skip
+    """Merges two normalized states of one row and head."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    dim = tl.arange(0, PADDED_DIM)
+    is_dim = dim < HEAD_DIM
+    lse_a = tl.load(lse_a_ptr + row * lse_a_strides[0] + head * lse_a_strides[1]).to(tl.float32)
+    lse_b = tl.load(lse_b_ptr + row * lse_b_strides[0] + head * lse_b_strides[1]).to(tl.float32)
+    a_ptrs = out_a_ptr + row * out_a_strides[0] + head * out_a_strides[1] + dim.to(tl.int64) * out_a_strides[2]
+    b_ptrs = out_b_ptr + row * out_b_strides[0] + head * out_b_strides[1] + dim.to(tl.int64) * out_b_strides[2]
+    # What lies in the output of an empty state is nobody's business. [EMPTY-ROW]
+    out_a = widen(tl.load(a_ptrs, mask=is_dim & (lse_a != float("-inf")), other=0.0))
+    out_b = widen(tl.load(b_ptrs, mask=is_dim & (lse_b != float("-inf")), other=0.0))
+    base = tl.maximum(lse_a, lse_b)
+    base = tl.where(base == float("-inf"), 0.0, base)
+    weight_a = tl.exp2((lse_a - base) * LOG2_E)
+    weight_b = tl.exp2((lse_b - base) * LOG2_E)
+    total = weight_a + weight_b
+    is_empty = total == 0
+    out = (out_a * weight_a + out_b * weight_b) / tl.where(is_empty, 1.0, total)
+    lse = tl.where(is_empty, float("-inf"), base + tl.log2(tl.where(is_empty, 1.0, total)) * LN_2)
+    out_ptrs = out_ptr + row * out_strides[0] + head * out_strides[1] + dim.to(tl.int64) * out_strides[2]
+    tl.store(out_ptrs, narrow(out, out_ptr.dtype.element_ty), mask=is_dim)
+    tl.store(lse_ptr + row * lse_strides[0] + head * lse_strides[1], lse)

@@ -1,0 +1,350 @@
+"""From the logical description of a sparse attention call to everything its kernels need. [PLAN, SAFE-REFUSE]
+
+`plan` checks every input before anything is launched, forms the canonical candidate lists, lowers the rules, cuts the
+work into tasks and allocates the workspace; `forward.run` then only launches. A plan copies every index it needs, so
+the caller may rewrite its own tables; only sink logits and the data of a Custom rule are read live.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import triton
+from torch import Tensor
+
+from attnconform.kernels.sparse_attention.candidates import (
+    CandidateLists,
+    CanonicalLists,
+    build_lists,
+    check_indptr,
+    cut_row_blocks,
+    enumerate_runs,
+    first_index,
+    lists_per_block,
+)
+from attnconform.kernels.sparse_attention.errors import PlanError
+from attnconform.kernels.sparse_attention.rules import (
+    MaskRule,
+    QueryRows,
+    ScoreRule,
+    lower_mask,
+    lower_score,
+)
+from attnconform.kernels.sparse_attention.tasks import Geometry, Launch, build_launches
+
+__all__ = ["CandidateLists", "Plan", "PlanError", "plan"]
+
+MAX_HEAD_DIM = 256
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+Integers = Tensor | Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """What a run needs; arrays live on `device`. One run at a time may use a plan: it owns the workspace.
+
+    Lists (None where every position is a candidate): entries of list l are list_indptr[l] up to list_indptr[l + 1],
+    positions ascending and unique. List numbers are row-major over (request, block of q_block_size query rows, head
+    list), with num_qo_heads, num_kv_heads or 1 head lists (`lists_per_block`). An entry that is a member is a candidate
+    of every row of its list; any other only of rows with 0 <= q_idx - kv_idx < window.
+    Mask: row r may see kv_idx where mask_starts[k, r] <= kv_idx < mask_ends[k, r] for some k, and mask_fn agrees.
+    """
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_vo: int
+    page_size: int
+    num_pages: int
+    layout: Literal["NHD", "HND"]
+    dtype: torch.dtype
+    device: torch.device
+    sm_scale: float
+
+    qo_indptr: Tensor  # (batch_size + 1,) int64
+    seqlen_kv: Tensor  # (batch_size,) int64
+    q_offset: Tensor  # (batch_size,) int64
+    page_table: Tensor  # (batch_size, max_pages) int32, a copy
+    row_requests: Tensor  # (total_q,) int32
+    row_positions: Tensor  # (total_q,) int32, logical position of every query row
+
+    sharing: Literal["query_head", "kv_head", "shared"] | None
+    q_block_size: int | None
+    window: int | None
+    list_indptr: Tensor | None  # (num_lists + 1,) int32
+    list_positions: Tensor | None  # (num_entries,) int32
+    list_slots: Tensor | None  # (num_entries,) int64
+    list_members: Tensor | None  # (num_entries,) bool
+
+    mask_starts: Tensor  # (num_intervals, total_q) int32
+    mask_ends: Tensor  # (num_intervals, total_q) int32
+    mask_fn: triton.JITFunction | None
+    mask_data: Tensor | None
+    score_codes: tuple[int, ...]
+    score_params: Tensor  # (num_score_rules, num_qo_heads) float32
+    sink_logits: Tensor | None  # (num_qo_heads,) float32
+
+    launches: tuple[Launch, ...]
+
+    @property
+    def batch_size(self) -> int:
+        return int(self.seqlen_kv.numel())
+
+    @property
+    def total_q(self) -> int:
+        return int(self.row_positions.numel())
+
+    @property
+    def group_size(self) -> int:
+        return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def lists_per_block(self) -> int:
+        """How many lists a block of query rows has; only where there are lists."""
+        assert self.sharing is not None
+        return lists_per_block(self.sharing, self.num_qo_heads, self.num_kv_heads)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory that partial states take."""
+        partials = [t for run in self.launches for t in (run.partial_acc, run.partial_max, run.partial_sum)]
+        return sum(t.numel() * t.element_size() for t in partials)
+
+
+def plan(
+    *,
+    qo_indptr: Integers,  # (batch_size + 1,)
+    seqlen_kv: Integers,  # (batch_size,)
+    page_table: Tensor,  # (batch_size, max_pages) int32, -1 where unused
+    page_size: int,
+    num_pages: int,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim_qk: int,
+    head_dim_vo: int,
+    sm_scale: float,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    q_offset: Integers | None = None,  # (batch_size,) logical position of a request's first query row
+    candidates: CandidateLists | None = None,
+    window: int | None = None,
+    num_sink_tokens: int = 0,
+    mask_rule: MaskRule | None = None,
+    score_rules: Sequence[ScoreRule] = (),
+    sink_logits: Tensor | None = None,  # (num_qo_heads,)
+    num_kv_splits: int | None = None,
+    tile_kv: int | None = None,
+    layout: Literal["NHD", "HND"] = "NHD",
+) -> Plan:
+    """Everything a run needs, checked. [PLAN, SET-RANGE, COORD-PAGE-RANGE, SAFE-SHAPE]
+
+    Without candidates every position below seqlen_kv is one, and window and num_sink_tokens add nothing. With them
+    S = D | {kv_idx: 0 <= q_idx - kv_idx < window} | first num_sink_tokens positions. q_offset is
+    seqlen_kv - seqlen_q by default. num_kv_splits, tile_kv: hints that never change the answer.
+    Raises PlanError, naming the value that is refused.
+    """
+    device = _full_device(device)
+    geometry = Geometry(
+        num_qo_heads=num_qo_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim_qk=head_dim_qk,
+        head_dim_vo=head_dim_vo,
+        element_size=dtype.itemsize,
+        sharing=candidates.sharing if candidates else None,
+        tile_kv=tile_kv,
+        num_kv_splits=num_kv_splits,
+        num_processors=_count_processors(device),
+    )
+    _check_geometry(geometry, page_size, num_pages)
+    _check_options(sm_scale, dtype, layout, window, num_sink_tokens)
+    if candidates is not None:
+        _check_candidates(candidates)
+    lengths = _to_int64("seqlen_kv", seqlen_kv, device)
+    indptr = _to_int64("qo_indptr", qo_indptr, device)
+    _check_requests(indptr, lengths)
+    table = _check_page_table(page_table, lengths, page_size, num_pages)
+    offsets = lengths - indptr.diff() if q_offset is None else _to_int64("q_offset", q_offset, device)
+    rows = _query_rows(indptr, lengths, offsets)
+    mask = lower_mask(mask_rule, rows)
+    score = lower_score(tuple(score_rules), num_qo_heads, device)
+    blocks = cut_row_blocks(indptr, offsets, candidates.q_block_size if candidates else max(1, int(indptr[-1])))
+    lists = None
+    if candidates is not None:
+        lists = build_lists(
+            candidates,
+            blocks,
+            lists_per_block(candidates.sharing, num_qo_heads, num_kv_heads),
+            window=window,
+            num_sink_tokens=num_sink_tokens,
+            seqlen_kv=lengths,
+            page_table=table,
+            page_size=page_size,
+        )
+    return Plan(
+        num_qo_heads=num_qo_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim_qk=head_dim_qk,
+        head_dim_vo=head_dim_vo,
+        page_size=page_size,
+        num_pages=num_pages,
+        layout=layout,
+        dtype=dtype,
+        device=device,
+        sm_scale=float(sm_scale),
+        qo_indptr=indptr,
+        seqlen_kv=lengths,
+        q_offset=offsets,
+        page_table=table,
+        row_requests=rows.request.int(),
+        row_positions=rows.position.int(),
+        sharing=candidates.sharing if candidates else None,
+        q_block_size=candidates.q_block_size if candidates else None,
+        window=window if candidates else None,
+        list_indptr=lists.indptr if lists else None,
+        list_positions=lists.positions if lists else None,
+        list_slots=lists.slots if lists else None,
+        list_members=lists.members if lists else None,
+        mask_starts=mask.starts,
+        mask_ends=mask.ends,
+        mask_fn=mask.mask_fn,
+        mask_data=mask.mask_data,
+        score_codes=score.codes,
+        score_params=score.params,
+        sink_logits=_check_sink_logits(sink_logits, num_qo_heads, device),
+        launches=build_launches(blocks, lists, mask, geometry, window if candidates else None),
+    )
+
+
+def _full_device(device: torch.device | str) -> torch.device:
+    """The device with its index, as tensors report it."""
+    return torch.empty(0, device=device).device
+
+
+def _count_processors(device: torch.device) -> int:
+    """Multiprocessors to keep busy; 0 where programs run one after another anyway."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+
+
+def _to_int64(name: str, values: Integers, device: torch.device) -> Tensor:
+    tensor = torch.as_tensor(values, device=device)
+    _check_integers(name, tensor, 1)
+    return tensor.to(torch.int64, copy=True)
+
+
+def _check_integers(name: str, tensor: Tensor, num_dims: int) -> None:
+    if tensor.dtype not in (torch.int32, torch.int64) and tensor.numel():
+        raise PlanError("SAFE-SHAPE", f"{name}.dtype", tensor.dtype, "must be int32 or int64")
+    if tensor.dim() != num_dims:
+        raise PlanError("SAFE-SHAPE", f"{name}.shape", tuple(tensor.shape), f"must have {num_dims} axes")
+
+
+def _check_geometry(geometry: Geometry, page_size: int, num_pages: int) -> None:
+    """Refuses sizes no kernel is made for. [SAFE-SHAPE, GQA-MAP]"""
+    sizes = [(name, getattr(geometry, name)) for name in ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")]
+    for name, size in [*sizes, ("page_size", page_size)]:
+        if size < 1:
+            raise PlanError("SAFE-SHAPE", name, size, "must be at least 1")
+    for name, size in sizes[2:]:
+        if size > MAX_HEAD_DIM:
+            raise PlanError("SAFE-SHAPE", name, size, f"must be at most {MAX_HEAD_DIM}")
+    if num_pages < 0:
+        raise PlanError("SAFE-SHAPE", "num_pages", num_pages, "must be at least 0")
+    if geometry.num_qo_heads % geometry.num_kv_heads:
+        limit = f"must be a multiple of num_kv_heads, {geometry.num_kv_heads}"
+        raise PlanError("GQA-MAP", "num_qo_heads", geometry.num_qo_heads, limit)
+    if geometry.num_kv_splits is not None and geometry.num_kv_splits < 1:
+        raise PlanError("SAFE-SHAPE", "num_kv_splits", geometry.num_kv_splits, "must be None or at least 1")
+    if geometry.tile_kv not in (None, 16, 32, 64, 128, 256):
+        raise PlanError("SAFE-SHAPE", "tile_kv", geometry.tile_kv, "must be None, 16, 32, 64, 128 or 256")
+
+
+def _check_options(sm_scale: float, dtype: torch.dtype, layout: str, window: int | None, num_sink_tokens: int) -> None:
+    """Refuses numbers and names outside their domains. [SAFE-SHAPE, SAFE-FINITE]"""
+    if not math.isfinite(sm_scale):
+        raise PlanError("SAFE-FINITE", "sm_scale", sm_scale, "must be finite")
+    if dtype not in DTYPES:
+        raise PlanError("SAFE-SHAPE", "dtype", dtype, "must be bfloat16, float16 or float32")
+    if layout not in ("NHD", "HND"):
+        raise PlanError("SAFE-SHAPE", "layout", layout, "must be NHD or HND")
+    for name, size in (("window", window or 0), ("num_sink_tokens", num_sink_tokens)):
+        if size < 0:
+            raise PlanError("SAFE-SHAPE", name, size, "must be at least 0")
+
+
+def _check_requests(qo_indptr: Tensor, seqlen_kv: Tensor) -> None:
+    """Refuses row starts and lengths that do not describe a batch. [SAFE-SHAPE]"""
+    if qo_indptr.numel() != seqlen_kv.numel() + 1:
+        limit = f"must be batch_size + 1, {seqlen_kv.numel() + 1}"
+        raise PlanError("SAFE-SHAPE", "len(qo_indptr)", qo_indptr.numel(), limit)
+    check_indptr("qo_indptr", qo_indptr, int(qo_indptr[-1]))
+    is_bad = (seqlen_kv < 0) | (seqlen_kv >= 2**31)
+    if bool(is_bad.any()):
+        index = first_index(is_bad)
+        raise PlanError("SAFE-SHAPE", "seqlen_kv", int(seqlen_kv[index]), "must lie in [0, 2^31)", index)
+
+
+def _check_page_table(page_table: Tensor, seqlen_kv: Tensor, page_size: int, num_pages: int) -> Tensor:
+    """A copy on the plan's device; refuses pages outside the pool within the length. [COORD-PAGE-RANGE]"""
+    _check_integers("page_table", page_table, 2)
+    if page_table.shape[0] != seqlen_kv.numel():
+        limit = f"batch_size is {seqlen_kv.numel()}"
+        raise PlanError("SAFE-SHAPE", "page_table.shape", tuple(page_table.shape), limit)
+    used = (seqlen_kv + page_size - 1) // page_size
+    if bool((used > page_table.shape[1]).any()):
+        n = first_index(used > page_table.shape[1])[0]
+        limit = f"request {n} has seqlen_kv {int(seqlen_kv[n])} and needs {int(used[n])} pages"
+        raise PlanError("SAFE-SHAPE", "page_table.shape", tuple(page_table.shape), limit)
+    table = page_table.to(seqlen_kv.device)
+    is_used = torch.arange(table.shape[1], device=table.device) < used[:, None]
+    is_bad = is_used & ((table < 0) | (table >= num_pages))
+    if bool(is_bad.any()):
+        index = first_index(is_bad)
+        page = int(table[index])
+        limit = f"num_pages is {num_pages}" if page != -1 else f"seqlen_kv[{index[0]}] is {int(seqlen_kv[index[0]])}"
+        raise PlanError("COORD-PAGE-RANGE", "page_table", page, limit, index)
+    return torch.where(is_used, table, -1).int().contiguous()
+
+
+def _query_rows(qo_indptr: Tensor, seqlen_kv: Tensor, q_offset: Tensor) -> QueryRows:
+    """Request, logical position and length of every query row. [COORD-ROW, MASK-OFFSET]"""
+    if q_offset.numel() != seqlen_kv.numel():
+        raise PlanError("SAFE-SHAPE", "len(q_offset)", q_offset.numel(), f"must be {seqlen_kv.numel()}")
+    is_bad = (q_offset.abs() + qo_indptr.diff()) >= 2**31
+    if bool(is_bad.any()):
+        index = first_index(is_bad)
+        raise PlanError("SAFE-SHAPE", "q_offset", int(q_offset[index]), "positions must lie within 31 bits", index)
+    request, local = enumerate_runs(qo_indptr.diff())
+    return QueryRows(request, q_offset[request] + local, seqlen_kv[request], seqlen_kv.numel())
+
+
+def _check_candidates(candidates: CandidateLists) -> None:
+    """Refuses options and shapes; entries are checked where lists are built. [SAFE-SHAPE]"""
+    if candidates.granularity not in ("token", "block"):
+        raise PlanError("SAFE-SHAPE", "candidates.granularity", candidates.granularity, "must be token or block")
+    if candidates.sharing not in ("query_head", "kv_head", "shared"):
+        limit = "must be query_head, kv_head or shared"
+        raise PlanError("SAFE-SHAPE", "candidates.sharing", candidates.sharing, limit)
+    for name in ("block_size", "q_block_size"):
+        if getattr(candidates, name) < 1:
+            raise PlanError("SAFE-SHAPE", f"candidates.{name}", getattr(candidates, name), "must be at least 1")
+    if candidates.granularity == "token" and candidates.block_size != 1:
+        raise PlanError("SAFE-SHAPE", "candidates.block_size", candidates.block_size, "must be 1 at token granularity")
+    _check_integers("candidates.indptr", candidates.indptr, 1)
+    _check_integers("candidates.indices", candidates.indices, 1)
+
+
+def _check_sink_logits(sink_logits: Tensor | None, num_qo_heads: int, device: torch.device) -> Tensor | None:
+    if sink_logits is None:
+        return None
+    if sink_logits.shape != (num_qo_heads,):
+        limit = f"must be ({num_qo_heads},)"
+        raise PlanError("SAFE-SHAPE", "sink_logits.shape", tuple(sink_logits.shape), limit)
+    is_bad = ~torch.isfinite(sink_logits)
+    if bool(is_bad.any()):
+        index = first_index(is_bad)
+        raise PlanError("SAFE-FINITE", "sink_logits", float(sink_logits[index]), "must be finite", index)
+    return sink_logits.detach().to(device=device, dtype=torch.float32).contiguous()

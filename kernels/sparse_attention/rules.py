@@ -1,0 +1,348 @@
+"""Mask and score rules of the sparse attention kernels, and how they reach the GPU.
+
+A query at one position sees, under every built-in mask rule, one interval of kv positions; And intersects and Or joins
+intervals. `lower_mask` therefore turns any tree into a few disjoint intervals per query row when a plan is made, and a
+kernel compares positions with them: window sizes, prefixes and documents are data, the number of intervals is all that
+is compiled in, and the work list skips what no interval touches. Score rules become a short program of codes, compiled
+in, over a table of per-head parameters. Rules see logical positions and query heads only. [COORD-LOGICAL]
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import reduce
+from itertools import pairwise
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnconform.kernels.sparse_attention.errors import PlanError
+
+MAX_INTERVALS = 16
+
+
+@dataclass(frozen=True)
+class Causal:
+    """A query sees its own position and earlier ones. [MASK-CAUSAL]"""
+
+
+@dataclass(frozen=True)
+class Window:
+    """A query sees `left` positions before its own and `right` after it; None is unlimited. [MASK-WINDOW]"""
+
+    left: int | None = None
+    right: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, size in (("window_left", self.left), ("window_right", self.right)):
+            if size is not None and size < 0:
+                raise PlanError("MASK-WINDOW", name, size, "must be None or at least 0")
+
+
+@dataclass(frozen=True)
+class PrefixLM:
+    """Every query sees the whole prefix of its request; past the prefix the mask is causal. [MASK-PREFIX]"""
+
+    prefix_len: tuple[int, ...]  # (batch_size,)
+
+
+@dataclass(frozen=True)
+class Document:
+    """A query sees only its own document; documents run from one start to the next. [MASK-DOCUMENT]"""
+
+    starts: tuple[tuple[int, ...], ...]  # per request, ascending
+
+    def __post_init__(self) -> None:
+        for n, row in enumerate(self.starts):
+            for k, (before, start) in enumerate(pairwise(row)):
+                if start <= before:
+                    raise PlanError("MASK-DOCUMENT", "starts", start, f"must lie after {before}", (n, k + 1))
+
+
+@dataclass(frozen=True)
+class And:
+    """What every one of the rules allows. [MASK-COMPOSE]"""
+
+    rules: tuple[MaskRule, ...]
+
+    def __post_init__(self) -> None:
+        _check_not_empty(self.rules)
+
+
+@dataclass(frozen=True)
+class Or:
+    """What at least one of the rules allows. [MASK-COMPOSE]"""
+
+    rules: tuple[MaskRule, ...]
+
+    def __post_init__(self) -> None:
+        _check_not_empty(self.rules)
+
+
+@dataclass(frozen=True, eq=False)
+class Custom:
+    """What a Triton jit function allows; alone, or as a direct part of an And.
+
+    mask_fn(q_idx, kv_idx, request, data) sees int32 tensors of shapes (rows, 1) and (1, TILE_KV), a request number and
+    a pointer to `data`, and returns booleans that broadcast to (rows, TILE_KV). It must be pure. [RULE-PURE]
+    """
+
+    mask_fn: triton.JITFunction
+    data: Tensor | None = None  # values may be edited between runs
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """Adds slope[h] * (kv_idx - q_idx) to the score. [SCORE-ALIBI, SCORE-HEAD]"""
+
+    slopes: tuple[float, ...]  # (num_qo_heads,)
+
+
+@dataclass(frozen=True)
+class SoftCap:
+    """Replaces the score by cap * tanh(score / cap). [SCORE-SOFTCAP]"""
+
+    cap: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.cap) and self.cap > 0):
+            raise PlanError("SAFE-FINITE", "cap", self.cap, "must be finite and above 0")
+
+
+MaskRule = Causal | Window | PrefixLM | Document | And | Or | Custom
+ScoreRule = Alibi | SoftCap
+
+
+def _check_not_empty(rules: tuple[MaskRule, ...]) -> None:
+    if not rules:
+        raise PlanError("MASK-COMPOSE", "rules", "()", "a composition needs at least one rule")
+
+
+@dataclass(frozen=True, eq=False)
+class QueryRows:
+    """Where every query row stands: its request, its logical position and its request's length."""
+
+    request: Tensor  # (total_q,) int64
+    position: Tensor  # (total_q,) int64, may be negative
+    seqlen_kv: Tensor  # (total_q,) int64
+    batch_size: int
+
+
+@dataclass(frozen=True, eq=False)
+class LoweredMask:
+    """Row r may see kv position j where starts[k, r] <= j < ends[k, r] for some k, and mask_fn agrees.
+
+    The intervals of a row are disjoint and ascend; empty ones may lie among them. All lie in [0, seqlen_kv).
+    """
+
+    starts: Tensor  # (num_intervals, total_q) int32
+    ends: Tensor  # (num_intervals, total_q) int32
+    mask_fn: triton.JITFunction | None
+    mask_data: Tensor | None
+
+    @property
+    def num_intervals(self) -> int:
+        return int(self.starts.shape[0])
+
+
+Intervals = tuple[Tensor, Tensor]  # starts and ends, (num_intervals, total_q) int64, disjoint and ascending per row
+
+
+def lower_mask(rule: MaskRule | None, rows: QueryRows) -> LoweredMask:
+    """The intervals a mask rule allows every row, and the jit function it may add. [MASK-COMPOSE]"""
+    parts = rule.rules if isinstance(rule, And) else () if rule is None else (rule,)
+    customs = [part for part in parts if isinstance(part, Custom)]
+    if len(customs) > 1:
+        raise PlanError("MASK-COMPOSE", "mask_rule", len(customs), "one Custom rule per plan; join them in one function")
+    committed = (torch.zeros_like(rows.seqlen_kv)[None], rows.seqlen_kv[None])
+    allowed = [_allowed_intervals(part, rows) for part in parts if not isinstance(part, Custom)]
+    starts, ends = reduce(_intersect, allowed, committed)
+    if starts.shape[0] > MAX_INTERVALS:
+        raise PlanError("MASK-COMPOSE", "mask_rule", starts.shape[0], f"at most {MAX_INTERVALS} intervals per row")
+    custom = customs[0] if customs else None
+    return LoweredMask(
+        starts=starts.int().contiguous(),
+        ends=torch.maximum(starts, ends).int().contiguous(),
+        mask_fn=custom.mask_fn if custom else None,
+        mask_data=custom.data if custom else None,
+    )
+
+
+def _allowed_intervals(rule: MaskRule, rows: QueryRows) -> Intervals:
+    """Intervals of one rule, clipped to the request."""
+    first, past = torch.zeros_like(rows.position), rows.seqlen_kv
+    match rule:
+        case Causal():
+            past = rows.position + 1
+        case Window(left, right):
+            first = first if left is None else rows.position - left
+            past = past if right is None else rows.position + right + 1
+        case PrefixLM(prefix_len):
+            past = torch.maximum(_per_row("prefix_len", prefix_len, rows), rows.position + 1)
+        case Document(starts):
+            first, past = _document_bounds(starts, rows)
+        case And(parts):
+            return reduce(_intersect, [_allowed_intervals(part, rows) for part in parts])
+        case Or(parts):
+            return reduce(_join, [_allowed_intervals(part, rows) for part in parts])
+        case Custom():
+            raise PlanError("MASK-COMPOSE", "mask_rule", "Custom", "must stand alone or directly inside an And")
+        case _:
+            raise PlanError("MASK-COMPOSE", "mask_rule", repr(rule), "must be a rule of this module")
+    zero = torch.zeros_like(first)
+    return torch.clamp(first, zero, rows.seqlen_kv)[None], torch.clamp(past, zero, rows.seqlen_kv)[None]
+
+
+def _per_row(name: str, per_request: tuple[int, ...], rows: QueryRows) -> Tensor:
+    _check_length(name, len(per_request), rows.batch_size)
+    return torch.tensor(per_request, dtype=torch.int64, device=rows.request.device)[rows.request]
+
+
+def _document_bounds(starts: tuple[tuple[int, ...], ...], rows: QueryRows) -> Intervals:
+    """First and past-the-last position of the document of each row."""
+    _check_length("starts", len(starts), rows.batch_size)
+    lengths = torch.tensor([len(row) for row in starts], dtype=torch.int64)
+    request = torch.repeat_interleave(torch.arange(len(starts)), lengths)
+    # A wall on both sides of each request keeps neighbours' documents apart in one ascending array of keys.
+    walls = torch.arange(rows.batch_size + 1) * _KEY_STRIDE - _KEY_STRIDE // 2
+    flat = torch.tensor([start for row in starts for start in row], dtype=torch.int64)
+    flat = torch.clamp(flat, -(2**31), 2**31)
+    keys = torch.cat([walls, request * _KEY_STRIDE + flat]).sort().values.to(rows.request.device)
+    row_key = rows.request * _KEY_STRIDE + rows.position
+    after = torch.searchsorted(keys, row_key, right=True)
+    base = rows.request * _KEY_STRIDE
+    return keys[after - 1] - base, keys[after] - base
+
+
+_KEY_STRIDE = 1 << 34  # positions lie in +-2^31, so that a request's keys stay between its walls
+
+
+def _intersect(a: Intervals, b: Intervals) -> Intervals:
+    """Positions in both; of the pairwise intersections of disjoint intervals at most Ka + Kb - 1 are not empty."""
+    starts = torch.maximum(a[0][:, None], b[0][None]).flatten(0, 1)
+    ends = torch.minimum(a[1][:, None], b[1][None]).flatten(0, 1)
+    starts, ends = _sort_by_start(starts, ends)
+    kept = a[0].shape[0] + b[0].shape[0] - 1
+    return starts[:kept], ends[:kept]
+
+
+def _join(a: Intervals, b: Intervals) -> Intervals:
+    """Positions in either, cut so that no position lies in two intervals."""
+    starts, ends = _sort_by_start(torch.cat([a[0], b[0]]), torch.cat([a[1], b[1]]))
+    reached = torch.cummax(ends, dim=0).values
+    starts[1:] = torch.maximum(starts[1:], reached[:-1])
+    return starts, torch.maximum(starts, ends)
+
+
+def _sort_by_start(starts: Tensor, ends: Tensor) -> Intervals:
+    """The same intervals, ascending, empty ones last and alike."""
+    is_empty = starts >= ends
+    starts, order = torch.where(is_empty, _PAST_ALL, starts).sort(dim=0)
+    return starts, torch.where(is_empty, _PAST_ALL, ends).gather(0, order)
+
+
+_PAST_ALL = 2**31 - 1  # no position: lengths are below it
+
+
+def _check_length(name: str, got: int, want: int) -> None:
+    if got != want:
+        raise PlanError("SAFE-SHAPE", f"len({name})", got, f"must be {want}")
+
+
+ALIBI = tl.constexpr(0)
+SOFT_CAP = tl.constexpr(1)
+
+
+@dataclass(frozen=True, eq=False)
+class LoweredScore:
+    """Codes in order of application, compiled in, and one parameter per rule and query head, data."""
+
+    codes: tuple[int, ...]
+    params: Tensor  # (num_rules, num_qo_heads) float32: slope, or cap
+
+
+def lower_score(rules: tuple[ScoreRule, ...], num_qo_heads: int, device: torch.device) -> LoweredScore:
+    """The program of the score rules. [SCORE-ORDER, SCORE-HEAD]"""
+    codes: list[int] = []
+    params: list[tuple[float, ...]] = []
+    for rule in rules:
+        match rule:
+            case Alibi(slopes):
+                _check_length("slopes", len(slopes), num_qo_heads)
+                _check_finite(slopes)
+                codes.append(ALIBI.value)
+                params.append(tuple(slopes))
+            case SoftCap(cap):
+                codes.append(SOFT_CAP.value)
+                params.append((cap,) * num_qo_heads)
+            case _:
+                raise PlanError("SCORE-ORDER", "score_rules", repr(rule), "must be Alibi or SoftCap")
+    table = torch.tensor(params, dtype=torch.float32, device=device).reshape(len(codes), num_qo_heads)
+    return LoweredScore(codes=tuple(codes), params=table)
+
+
+def _check_finite(slopes: tuple[float, ...]) -> None:
+    for h, slope in enumerate(slopes):
+        if not math.isfinite(slope):
+            raise PlanError("SAFE-FINITE", "slopes", slope, "must be finite", (h,))
+
+
+@triton.jit
+def is_in_intervals(
+    rows,  # [ROWS] global query rows
+    is_row,  # [ROWS] False: padding, allowed nothing
+    kv_idx,  # [TILE_KV] logical positions
+    mask_starts_ptr,
+    mask_ends_ptr,
+    total_q,
+    NUM_INTERVALS: tl.constexpr,
+):
+    """Which positions the lowered mask allows each row, [ROWS, TILE_KV]. [MASK-BEFORE-MAX]"""
+    allowed = kv_idx[None, :] < 0
+    for interval in tl.static_range(NUM_INTERVALS):
+        start = tl.load(mask_starts_ptr + interval * total_q + rows, mask=is_row, other=0)
+        end = tl.load(mask_ends_ptr + interval * total_q + rows, mask=is_row, other=0)
+        allowed = allowed | ((kv_idx[None, :] >= start[:, None]) & (kv_idx[None, :] < end[:, None]))
+    return allowed
+
+
+@triton.jit
+def apply_score_rules(
+    scores,  # [TILE_M, TILE_KV] float32, sm_scale * q.k
+    heads,  # [TILE_M] query heads
+    is_live,  # [TILE_M]
+    q_idx,  # [ROWS] logical positions, ROWS being 1 or TILE_M
+    kv_idx,  # [TILE_KV]
+    score_params_ptr,
+    num_qo_heads,
+    CODES: tl.constexpr,
+):
+    """Scores after every rule, in the order listed. [SCORE-ORDER]"""
+    for rule in tl.static_range(len(CODES)):
+        param = tl.load(score_params_ptr + rule * num_qo_heads + heads, mask=is_live, other=1.0)
+        if CODES[rule] == ALIBI:
+            distance = (kv_idx[None, :] - q_idx[:, None]).to(tl.float32)
+            scores += param[:, None] * distance
+        else:
+            scores = param[:, None] * tanh(scores / param[:, None])
+    return scores
+
+
+@triton.jit
+def tanh(x):
+    """Hyperbolic tangent to about 2 ulp, also near 0, where (1 - e) / (1 + e) would cancel."""
+    magnitude = tl.abs(x)
+    decay = tl.exp2(magnitude * -2.8853900817779268)
+    large = (1.0 - decay) / (1.0 + decay)
+    square = x * x
+    # Taylor terms of tanh(x) / x; the first dropped one is below 2^-27 for |x| < 0.3.
+    series = 0.021869488536155203 - 0.008863235529902197 * square
+    series = -0.05396825396825397 + series * square
+    series = 0.13333333333333333 + series * square
+    series = -0.3333333333333333 + series * square
+    small = magnitude + magnitude * square * series
+    result = tl.where(magnitude < 0.3, small, large)
+    return tl.where(x < 0, -result, result)

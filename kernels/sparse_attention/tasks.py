@@ -1,0 +1,278 @@
+"""The work list: which program handles which query rows, heads and keys.
+
+A *tile* is a few neighbouring query rows of one request with the heads that share a list and a KV head: the M
+dimension of the products. Its keys are a run of list entries, or of positions where no lists are given, cut to what the
+mask can allow any of its rows. A *task* is a tile, or one chunk of a tile whose run is long; chunks leave partial
+states that a second kernel merges. Everything is computed with torch operations over all tiles at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnconform.kernels.sparse_attention.candidates import (
+    POSITION_BITS,
+    CanonicalLists,
+    RowBlocks,
+    cut_ranges,
+    enumerate_runs,
+)
+from attnconform.kernels.sparse_attention.rules import LoweredMask
+
+# Columns of the two tables, in order; the kernels load them by number.
+TASK_FIELDS = (
+    "request",
+    "q_start",  # global row
+    "q_count",
+    "head_start",  # query head
+    "head_count",
+    "kv_head",
+    "kv_start",  # list entry, or position where no lists are given
+    "kv_end",
+    "full_start",  # every row admits every key from here
+    "full_end",  # up to here
+    "partial",  # row of the workspace, -1 where the task writes the output itself
+)
+MERGE_FIELDS = ("q_start", "q_count", "head_start", "head_count", "first_partial", "num_partials")
+
+SMALL_TILE_M = 32
+LARGE_TILE_M = 128
+MIN_TILE_M = 16  # the least a tensor core takes
+PROGRAMS_PER_PROCESSOR = 2
+MIN_TILES_PER_SPLIT = 4
+MAX_SPLITS = 64
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """What is compiled in: rows and heads of a tile, keys per step, and how the GPU runs them."""
+
+    tile_q: int  # query rows per tile
+    heads_per_tile: int
+    tile_m: int  # tile_q * heads_per_tile, padded to a power of two
+    tile_kv: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """Tiles of one shape and the workspace of their partial states."""
+
+    shape: TileShape
+    tasks: Tensor  # (num_tasks, len(TASK_FIELDS)) int32, longest first
+    merges: Tensor  # (num_merges, len(MERGE_FIELDS)) int32
+    partial_acc: Tensor  # (num_partials, tile_m, head_dim_vo) float32, not normalized
+    partial_max: Tensor  # (num_partials, tile_m) float32, base 2
+    partial_sum: Tensor  # (num_partials, tile_m) float32
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What the shape of a tile depends on."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_vo: int
+    element_size: int
+    sharing: str | None  # None: no lists
+    tile_kv: int | None
+    num_kv_splits: int | None
+    num_processors: int
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """One row per tile, int64."""
+
+    request: Tensor
+    q_start: Tensor
+    q_count: Tensor
+    head_start: Tensor
+    head_count: Tensor
+    kv_head: Tensor
+    kv_start: Tensor
+    kv_end: Tensor
+    full_start: Tensor
+    full_end: Tensor
+
+
+def build_launches(
+    blocks: RowBlocks,
+    lists: CanonicalLists | None,
+    mask: LoweredMask,
+    geometry: Geometry,
+    window: int | None,
+) -> tuple[Launch, ...]:
+    """Work for blocks of few rows (decode) and of many (prefill) apart, so that neither pays for the other's tile."""
+    heads = _heads_per_tile(geometry)
+    is_small = blocks.q_count * heads <= SMALL_TILE_M
+    launches = []
+    for chosen, cap in ((is_small, SMALL_TILE_M), (~is_small, _largest_tile_m(geometry))):
+        if bool(chosen.any()):
+            shape = choose_shape(int(blocks.q_count[chosen].max()), cap, heads, geometry)
+            tiles = _build_tiles(blocks, chosen, lists, mask, shape, geometry, window)
+            launches.append(_cut_tasks(tiles, shape, geometry))
+    return tuple(launches)
+
+
+def _heads_per_tile(geometry: Geometry) -> int:
+    """Heads of a group read the same keys, so they share a tile; a wide group is cut."""
+    if geometry.sharing == "query_head":
+        return 1
+    return min(geometry.num_qo_heads // geometry.num_kv_heads, 64)
+
+
+def _largest_tile_m(geometry: Geometry) -> int:
+    is_wide = max(geometry.head_dim_qk, geometry.head_dim_vo) > 128 or geometry.element_size > 2
+    return LARGE_TILE_M // 2 if is_wide else LARGE_TILE_M
+
+
+def choose_shape(max_rows: int, cap: int, heads: int, geometry: Geometry) -> TileShape:
+    """Tile sizes for blocks of up to `max_rows` rows."""
+    tile_q = max(1, min(max_rows, cap // heads))
+    tile_m = max(MIN_TILE_M, 1 << (tile_q * heads - 1).bit_length())
+    row_bytes = max(geometry.head_dim_qk, geometry.head_dim_vo) * geometry.element_size
+    tile_kv = geometry.tile_kv or (64 if row_bytes <= 256 else 32)
+    num_warps = 8 if tile_m == LARGE_TILE_M else 4
+    return TileShape(tile_q, heads, tile_m, tile_kv, num_warps, num_stages=3 if row_bytes <= 512 else 2)
+
+
+def _build_tiles(
+    blocks: RowBlocks,
+    chosen: Tensor,  # (num_blocks,) bool: blocks of this shape
+    lists: CanonicalLists | None,
+    mask: LoweredMask,
+    shape: TileShape,
+    geometry: Geometry,
+    window: int | None,
+) -> Tiles:
+    """Row tiles of the chosen blocks times head tiles, with the keys of each."""
+    block = torch.nonzero(chosen).flatten()
+    owner, start, q_count = cut_ranges(blocks.q_count[block], shape.tile_q)
+    block = block[owner]
+    q_start = blocks.q_start[block] + start
+    spans = _mask_spans(q_start, q_count, mask)
+    head_start, head_count, kv_head, list_head = _head_tiles(geometry, shape.heads_per_tile, block.device)
+    num_head_tiles = head_start.numel()
+    row_tile = torch.arange(block.numel(), device=block.device).repeat_interleave(num_head_tiles)
+    head_tile = torch.arange(num_head_tiles, device=block.device).repeat(block.numel())
+    kv_start, kv_end, full_start, full_end = (bound[row_tile] for bound in spans)
+    if lists is not None:
+        full_end = _before_partial_windows(full_end, blocks, block[row_tile], window)
+        list_idx = block[row_tile] * (int(list_head.max()) + 1) + list_head[head_tile]
+        bounds = torch.stack([kv_start, kv_end, full_start, full_end])
+        kv_start, kv_end, full_start, full_end = torch.searchsorted(lists.keys, (list_idx << POSITION_BITS) + bounds)
+    return Tiles(
+        request=blocks.request[block][row_tile],
+        q_start=q_start[row_tile],
+        q_count=q_count[row_tile],
+        head_start=head_start[head_tile],
+        head_count=head_count[head_tile],
+        kv_head=kv_head[head_tile],
+        kv_start=kv_start,
+        kv_end=kv_end,
+        full_start=full_start,
+        full_end=torch.maximum(full_start, full_end),
+    )
+
+
+def _head_tiles(geometry: Geometry, heads: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """First query head, head count, KV head and list head of every head tile."""
+    group_size = geometry.num_qo_heads // geometry.num_kv_heads
+    groups = torch.full((geometry.num_kv_heads,), group_size, device=device)
+    kv_head, start, count = cut_ranges(groups, heads)
+    head_start = kv_head * group_size + start
+    list_head = {"query_head": head_start, "kv_head": kv_head}.get(geometry.sharing or "", torch.zeros_like(kv_head))
+    return head_start, count, kv_head, list_head
+
+
+def _mask_spans(q_start: Tensor, q_count: Tensor, mask: LoweredMask) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Positions that some row of a row tile may see (a hull), and a run that all its rows may see."""
+    owner, rank = enumerate_runs(q_count)
+    rows = q_start[owner] + rank
+    starts, ends = mask.starts.long()[:, rows], mask.ends.long()[:, rows]
+    is_empty = starts >= ends
+    shape, index = (starts.shape[0], q_count.numel()), owner.expand_as(starts)
+
+    def reduce_rows(values: Tensor, how: str) -> Tensor:
+        return values.new_zeros(shape).scatter_reduce(1, index, values, how, include_self=False)
+
+    kv_start = reduce_rows(torch.where(is_empty, 2**31 - 1, starts), "amin").amin(0)
+    kv_end = reduce_rows(torch.where(is_empty, 0, ends), "amax").amax(0)
+    common_start, common_end = reduce_rows(starts, "amax"), reduce_rows(ends, "amin")
+    # A jit function may refuse any key, so that no run is known to be allowed.
+    longest = (common_end - common_start).argmax(0, keepdim=True)
+    full_start = common_start.gather(0, longest)[0]
+    full_end = common_end.gather(0, longest)[0] if mask.mask_fn is None else full_start
+    kv_start = torch.minimum(kv_start, kv_end)
+    full_start = torch.minimum(torch.maximum(full_start, kv_start), kv_end)
+    return kv_start, kv_end, full_start, torch.minimum(torch.maximum(full_end, full_start), kv_end)
+
+
+def _before_partial_windows(full_end: Tensor, blocks: RowBlocks, block: Tensor, window: int | None) -> Tensor:
+    """Where rows of a block have different windows, entries from the first window on may be no members."""
+    if not window:
+        return full_end
+    first_window = torch.clamp(blocks.first_position[block] - window + 1, min=0)
+    return torch.where(blocks.q_count[block] > 1, torch.minimum(full_end, first_window), full_end)
+
+
+def _cut_tasks(tiles: Tiles, shape: TileShape, geometry: Geometry) -> Launch:
+    """Tasks, longest first, with chunks of long tiles apart and a workspace row for each chunk."""
+    num_steps = (tiles.kv_end - tiles.kv_start + shape.tile_kv - 1) // shape.tile_kv
+    steps_per_task = _steps_per_task(num_steps, shape, geometry)
+    num_chunks = torch.clamp((num_steps + steps_per_task - 1) // steps_per_task, min=1)
+    tile, rank = enumerate_runs(num_chunks)
+    kv_start = tiles.kv_start[tile] + rank * steps_per_task[tile] * shape.tile_kv
+    kv_end = torch.minimum(kv_start + steps_per_task[tile] * shape.tile_kv, tiles.kv_end[tile])
+    is_chunk = num_chunks[tile] > 1
+    partial = torch.where(is_chunk, is_chunk.cumsum(0) - 1, -1)
+    columns = {
+        **{name: getattr(tiles, name)[tile] for name in TASK_FIELDS[:6]},
+        "kv_start": kv_start,
+        "kv_end": kv_end,
+        "full_start": torch.minimum(torch.maximum(tiles.full_start[tile], kv_start), kv_end),
+        "full_end": torch.minimum(torch.maximum(tiles.full_end[tile], kv_start), kv_end),
+        "partial": partial,
+    }
+    tasks = torch.stack([columns[name] for name in TASK_FIELDS], dim=1).int()
+    longest_first = torch.argsort(kv_start - kv_end, stable=True)
+    num_partials = int(is_chunk.sum())
+    state = tasks.new_empty((num_partials, shape.tile_m), dtype=torch.float32)
+    return Launch(
+        shape=shape,
+        tasks=tasks[longest_first].contiguous(),
+        merges=_merge_table(tiles, num_chunks),
+        partial_acc=state.new_empty((num_partials, shape.tile_m, geometry.head_dim_vo)),
+        partial_max=state,
+        partial_sum=torch.empty_like(state),
+    )
+
+
+def _steps_per_task(num_steps: Tensor, shape: TileShape, geometry: Geometry) -> Tensor:
+    """Steps of each tile's chunks: as asked, or so that all processors are busy and no task is much longer than others.
+
+    Chunks of a tile are equally long but for the last.
+    """
+    if geometry.num_kv_splits is not None:
+        num_chunks = torch.full_like(num_steps, geometry.num_kv_splits)
+    else:
+        num_programs = geometry.num_processors * PROGRAMS_PER_PROCESSOR
+        # A prefill tile's partial state is large; only tiles far above the mean are worth cutting.
+        slack = 4 if shape.tile_m > SMALL_TILE_M else 1
+        longest = max(MIN_TILES_PER_SPLIT, -(-int(num_steps.sum()) * slack // max(1, num_programs)))
+        num_chunks = torch.clamp((num_steps + longest - 1) // longest, max=MAX_SPLITS)
+    num_chunks = torch.clamp(num_chunks, min=1)
+    return torch.clamp((num_steps + num_chunks - 1) // num_chunks, min=1)
+
+
+def _merge_table(tiles: Tiles, num_chunks: Tensor) -> Tensor:
+    is_cut = num_chunks > 1
+    first_partial = torch.where(is_cut, num_chunks, 0).cumsum(0) - num_chunks
+    columns = [tiles.q_start, tiles.q_count, tiles.head_start, tiles.head_count, first_partial, num_chunks]
+    return torch.stack([column[is_cut] for column in columns], dim=1).int().contiguous()

@@ -1,0 +1,67 @@
+"""The paged KV cache: pages of a pool, and a table that says which page holds which tokens."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from attnconform.reference.coordinates import BoolArray, IntArray, Positions, Slots, to_page_offsets, to_slots
+from attnconform.reference.errors import RefusedInput
+
+Layout = Literal["NHD", "HND"]
+UNUSED_PAGE = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedCache:
+    """One pool of pages shared by all requests of a batch."""
+
+    page_size: int  # tokens per page
+    num_pages: int  # pages in the pool
+    page_table: IntArray  # (batch_size, max_pages) physical page of each logical page, UNUSED_PAGE past the end
+    layout: Layout = "NHD"
+    owned: BoolArray | None = None  # (batch_size, num_pages) True where a request may read a page; None: all its table names
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_pages * self.page_size
+
+    def slots(self, request: int, positions: Positions) -> Slots:
+        """Physical slots of a request's logical positions. [COORD-SLOT]"""
+        where = to_page_offsets(positions, page_size=self.page_size)
+        return to_slots(where, self.page_table[request], page_size=self.page_size)
+
+
+def check_cache(cache: PagedCache, seqlen_kv: IntArray) -> None:
+    """Refuses a table that points outside the pool or into another request's pages.
+
+    [COORD-PAGE-RANGE, SAFE-OWNER]
+    """
+    for name in ("page_size", "num_pages"):
+        if getattr(cache, name) < 1:
+            raise RefusedInput("SAFE-SHAPE", name, getattr(cache, name), "must be at least 1")
+    if cache.page_table.ndim != 2 or cache.page_table.shape[0] != len(seqlen_kv):
+        raise RefusedInput("SAFE-SHAPE", "page_table.shape", cache.page_table.shape, f"batch_size is {len(seqlen_kv)}")
+    pages_needed = -(-seqlen_kv // cache.page_size)
+    short = np.flatnonzero(pages_needed > cache.page_table.shape[1])
+    if short.size:
+        n = int(short[0])
+        limit = f"page_table has room for {cache.page_table.shape[1]} pages of {cache.page_size}"
+        raise RefusedInput("COORD-PAGE-RANGE", "seqlen_kv", int(seqlen_kv[n]), limit, (n,))
+    for n, needed in enumerate(pages_needed.tolist()):
+        _check_pages(cache, n, cache.page_table[n, :needed])
+
+
+def _check_pages(cache: PagedCache, request: int, pages: IntArray) -> None:
+    outside = np.flatnonzero((pages < 0) | (pages >= cache.num_pages))
+    if outside.size:
+        p = int(outside[0])
+        limit = f"num_pages is {cache.num_pages}"
+        raise RefusedInput("COORD-PAGE-RANGE", "page_table", int(pages[p]), limit, (request, p))
+    if cache.owned is None:
+        return
+    foreign = np.flatnonzero(~cache.owned[request, pages])
+    if foreign.size:
+        p = int(foreign[0])
+        limit = f"request {request} does not own that page"
+        raise RefusedInput("SAFE-OWNER", "page_table", int(pages[p]), limit, (request, p))

@@ -1,0 +1,538 @@
+"""The forward kernels against a float64 oracle written from the contract alone, in the Triton interpreter or on a GPU."""
+
+import math
+import os
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+from attnconform.kernels.sparse_attention import CandidateLists, PlanError, merge_states, plan, run  # noqa: E402
+from attnconform.kernels.sparse_attention.rules import (  # noqa: E402
+    Alibi,
+    And,
+    Causal,
+    Custom,
+    Document,
+    MaskRule,
+    Or,
+    PrefixLM,
+    ScoreRule,
+    SoftCap,
+    Window,
+)
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+LARGE = 1e4
+
+
+@dataclass
+class Case:
+    """One call, with numbers; `entries[n][b][l]` is the list of request n, row block b, head list l as given."""
+
+    seqlen_q: tuple[int, ...] = (5, 0, 1, 7)
+    seqlen_kv: tuple[int, ...] = (37, 0, 21, 5)  # the last request has more rows than keys
+    num_qo_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim_qk: int = 64
+    head_dim_vo: int = 64
+    page_size: int = 8
+    dtype: torch.dtype = torch.float32
+    layout: str = "NHD"
+    sharing: str | None = None
+    block_size: int | None = None  # None: token granularity
+    q_block_size: int = 1
+    window: int | None = None
+    num_sink_tokens: int = 0
+    mask_rule: MaskRule | None = None
+    score_rules: tuple[ScoreRule, ...] = ()
+    sink_logits: tuple[float, ...] | None = None
+    q_offset: tuple[int, ...] | None = None
+    num_kv_splits: int | None = None
+    tile_kv: int = 16
+    seed: int = 0
+    entries: list = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.batch_size = len(self.seqlen_q)
+        self.group_size = self.num_qo_heads // self.num_kv_heads
+        self.qo_indptr = np.concatenate([[0], np.cumsum(self.seqlen_q)])
+        self.offsets = self.q_offset or tuple(kv - q for q, kv in zip(self.seqlen_q, self.seqlen_kv, strict=True))
+        self.num_lists = {"query_head": self.num_qo_heads, "kv_head": self.num_kv_heads}.get(self.sharing or "", 1)
+        rng = np.random.default_rng(self.seed)
+        used = [-(-n // self.page_size) for n in self.seqlen_kv]
+        self.num_pages = sum(used) + 3
+        order = rng.permutation(self.num_pages)
+        self.page_table = np.full((self.batch_size, max(used) + 1), -1, dtype=np.int32)
+        for n, count in enumerate(used):
+            self.page_table[n, :count], order = order[:count], order[count:]
+        shape = (self.num_pages * self.page_size, self.num_kv_heads)
+        self.q = self._draw(rng, (self.qo_indptr[-1], self.num_qo_heads, self.head_dim_qk))
+        self.k = self._draw(rng, (*shape, self.head_dim_qk))  # (slots, num_kv_heads, head_dim), whatever the layout
+        self.v = self._draw(rng, (*shape, self.head_dim_vo))
+        if self.sharing and not self.entries:
+            self.entries = [self._draw_entries(rng, n) for n in range(self.batch_size)]
+
+    def _draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.from_numpy(rng.standard_normal(shape)).to(self.dtype)
+
+    def _draw_entries(self, rng: np.random.Generator, n: int) -> list:
+        """Lists with holes and duplicates in random order; some are empty."""
+        num_ids = -(-self.seqlen_kv[n] // (self.block_size or 1))
+        blocks = -(-self.seqlen_q[n] // self.q_block_size)
+        lists = []
+        for _ in range(blocks * self.num_lists):
+            count = int(rng.integers(0, num_ids + 1)) if rng.random() < 0.8 else 0
+            drawn = rng.integers(0, max(1, num_ids), size=2 * count)
+            lists.append(np.where(rng.random(drawn.size) < 0.3, -1, drawn).tolist())
+        return [lists[b * self.num_lists : (b + 1) * self.num_lists] for b in range(blocks)]
+
+    def slots(self, n: int) -> np.ndarray:
+        t = np.arange(self.seqlen_kv[n])
+        return self.page_table[n, t // self.page_size].astype(np.int64) * self.page_size + t % self.page_size
+
+    def selected(self, n: int, row: int, head: int) -> np.ndarray:
+        """E of one row and head, by the contract's own words."""
+        i, length = self.offsets[n] + row, self.seqlen_kv[n]
+        chosen = set(range(length))
+        if self.sharing:
+            list_head = {"query_head": head, "kv_head": head // self.group_size, "shared": 0}[self.sharing]
+            ids = [e for e in self.entries[n][row // self.q_block_size][list_head] if e != -1]
+            size = self.block_size or 1
+            chosen = {e * size + t for e in ids for t in range(size)} & set(range(length))
+            chosen |= {j for j in range(length) if 0 <= i - j < (self.window or 0)}
+            chosen |= set(range(min(self.num_sink_tokens, length)))
+        return np.array(sorted(j for j in chosen if allows(self.mask_rule, n, i, j)), dtype=np.int64)
+
+
+def allows(rule: MaskRule | None, n: int, i: int, j: int) -> bool:
+    match rule:
+        case None:
+            return True
+        case Causal():
+            return j <= i
+        case Window(left, right):
+            return (left is None or i - j <= left) and (right is None or j - i <= right)
+        case PrefixLM(prefix_len):
+            return j < prefix_len[n] or j <= i
+        case Document(starts):
+            return sum(s <= i for s in starts[n]) == sum(s <= j for s in starts[n])
+        case And(rules):
+            return all(allows(r, n, i, j) for r in rules)
+        case Or(rules):
+            return any(allows(r, n, i, j) for r in rules)
+        case Custom():
+            return (i + 2 * j + n) % 3 != 0  # what `refuse_thirds` says
+    raise AssertionError(rule)
+
+
+def score(rule: ScoreRule, x: np.ndarray, head: int, i: int, j: np.ndarray) -> np.ndarray:
+    if isinstance(rule, Alibi):
+        return x + np.float32(rule.slopes[head]) * (j - i)
+    return np.asarray(rule.cap * np.tanh(x / rule.cap))
+
+
+def oracle(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """out, lse and sum of p |v|, in float64."""
+    q, k, v = (t.double().numpy() for t in (case.q, case.k, case.v))
+    out = np.zeros((len(q), case.num_qo_heads, case.head_dim_vo))
+    scale, lse = np.zeros_like(out), np.full(out.shape[:2], -np.inf)
+    for n, head in np.ndindex(case.batch_size, case.num_qo_heads):
+        for row in range(case.seqlen_q[n]):
+            r, kv_head = case.qo_indptr[n] + row, head // case.group_size
+            j = case.selected(n, row, head)
+            slot = case.slots(n)[j]
+            x = SCALE * (k[slot, kv_head] @ q[r, head])
+            for rule in case.score_rules:
+                x = score(rule, x, head, case.offsets[n] + row, j)
+            logits = x if case.sink_logits is None else np.append(x, case.sink_logits[head])
+            if not logits.size:
+                continue
+            lse[r, head] = np.logaddexp.reduce(logits)
+            p = np.exp(x - lse[r, head])
+            out[r, head], scale[r, head] = p @ v[slot, kv_head], p @ np.abs(v[slot, kv_head])
+    return out, lse, scale
+
+
+SCALE = 0.3
+
+
+def to_lists(case: Case) -> CandidateLists | None:
+    if case.sharing is None:
+        return None
+    flat = [entries for request in case.entries for block in request for entries in block]
+    indptr = np.concatenate([[0], np.cumsum([len(entries) for entries in flat])])
+    return CandidateLists(
+        granularity="block" if case.block_size else "token",
+        sharing=case.sharing,
+        indptr=torch.as_tensor(indptr),
+        indices=torch.tensor([e for entries in flat for e in entries], dtype=torch.int32),
+        block_size=case.block_size or 1,
+        q_block_size=case.q_block_size,
+    )
+
+
+def build_plan(case: Case, **changes):
+    options = dict(
+        qo_indptr=torch.as_tensor(case.qo_indptr),
+        seqlen_kv=list(case.seqlen_kv),
+        page_table=torch.from_numpy(case.page_table),
+        page_size=case.page_size,
+        num_pages=case.num_pages,
+        num_qo_heads=case.num_qo_heads,
+        num_kv_heads=case.num_kv_heads,
+        head_dim_qk=case.head_dim_qk,
+        head_dim_vo=case.head_dim_vo,
+        sm_scale=SCALE,
+        dtype=case.dtype,
+        device=DEVICE,
+        q_offset=case.q_offset,
+        candidates=to_lists(case),
+        window=case.window,
+        num_sink_tokens=case.num_sink_tokens,
+        mask_rule=case.mask_rule,
+        score_rules=case.score_rules,
+        sink_logits=None if case.sink_logits is None else torch.tensor(case.sink_logits),
+        num_kv_splits=case.num_kv_splits,
+        tile_kv=case.tile_kv,
+        layout=case.layout,
+    )
+    return plan(**{**options, **changes})
+
+
+def paged(case: Case, rows: torch.Tensor) -> torch.Tensor:
+    """(slots, heads, dim) as a cache of the case's layout."""
+    cache = rows.reshape(case.num_pages, case.page_size, case.num_kv_heads, -1)
+    return (cache if case.layout == "NHD" else cache.transpose(1, 2)).contiguous().to(DEVICE)
+
+
+def poison_unowned(case: Case, rows: torch.Tensor, value: float = math.nan) -> torch.Tensor:
+    owned = np.concatenate([case.slots(n) for n in range(case.batch_size)])
+    poisoned = torch.full_like(rows, value)
+    poisoned[owned] = rows[owned]
+    return poisoned
+
+
+def run_case(case: Case, **changes) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs start as NaN; slots nobody owns hold NaN."""
+    out = torch.full((len(case.q), case.num_qo_heads, case.head_dim_vo), math.nan, dtype=case.dtype, device=DEVICE)
+    lse = torch.full(out.shape[:2], math.nan, device=DEVICE)
+    k, v = (paged(case, poison_unowned(case, rows)) for rows in (case.k, case.v))
+    run(build_plan(case, **changes), case.q.to(DEVICE), k, v, out=out, lse=lse)
+    return out.cpu(), lse.cpu()
+
+
+def assert_near_oracle(case: Case, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """out may be off by the rounding of P and of itself, and by what float32 scores are off."""
+    want_out, want_lse, scale = oracle(case)
+    unit = UNIT[case.dtype]
+    bound = 2 * unit * (scale + np.abs(want_out)) + 2e-5 * scale
+    error = np.abs(out.double().numpy() - want_out)
+    assert (error <= bound).all(), f"out: worst {np.nanmax(error)}, NaN {np.isnan(error).sum()}"
+    is_empty = np.isneginf(want_lse)
+    assert np.array_equal(np.isneginf(lse.numpy()), is_empty)
+    error = np.abs(lse.double().numpy() - want_lse)[~is_empty]
+    assert (error <= 2e-5).all(), f"lse: worst {error.max()}"
+
+
+def check(case: Case) -> None:
+    assert_near_oracle(case, *run_case(case))
+
+
+RAGGED_RULES = {
+    "none": None,
+    "causal": Causal(),
+    "window": Window(left=6, right=2),
+    "left_window": Window(left=4),
+    "prefix": PrefixLM((20, 0, 3, 2)),
+    "document": Document(((0, 9, 33, 35), (0,), (0, 20), (2, 4))),
+    "causal_document": And((Causal(), Document(((0, 9, 33, 35), (0,), (0, 20), (2, 4))))),
+    "window_or_prefix": Or((And((Window(left=3), Causal())), Window(left=36, right=-0), PrefixLM((4, 0, 2, 1)))),
+    "sink_and_window": And((Causal(), Or((Window(left=5), PrefixLM((3, 0, 3, 3)), Document(((0, 2), (0,), (0,), (0,))))))),
+}
+
+
+@pytest.mark.parametrize("rule", RAGGED_RULES.values(), ids=RAGGED_RULES.keys())
+def test_dense_rows_follow_every_mask_rule(rule):
+    check(Case(mask_rule=rule))
+
+
+@pytest.mark.parametrize("rule", ["causal", "document", "window_or_prefix", "sink_and_window"])
+@pytest.mark.parametrize("q_block_size", [1, 4])
+def test_listed_rows_follow_the_mask_rule(rule, q_block_size):
+    check(Case(mask_rule=RAGGED_RULES[rule], sharing="kv_head", q_block_size=q_block_size, seed=3))
+
+
+@triton.jit
+def refuse_thirds(q_idx, kv_idx, request, data):
+    return (q_idx + 2 * kv_idx + request + tl.load(data)) % 3 != 0
+
+
+@pytest.mark.parametrize("sharing", [None, "shared"])
+def test_custom_rule_joins_the_others(sharing):
+    custom = Custom(refuse_thirds, torch.zeros(1, dtype=torch.int32, device=DEVICE))
+    check(Case(mask_rule=And((Causal(), custom)), sharing=sharing, q_block_size=4, seqlen_q=(5,), seqlen_kv=(37,)))
+
+
+@pytest.mark.parametrize("score_rules", [(Alibi((0.5, 0.25, 0.1, 0.0)),), (SoftCap(2.0),), (SoftCap(200.0),)])
+def test_score_rules_see_query_heads_and_logical_positions(score_rules):
+    check(Case(score_rules=score_rules, mask_rule=Causal()))
+
+
+def test_score_rules_apply_in_the_order_listed():
+    alibi, cap = Alibi((0.5, 0.25, 0.1, 0.0)), SoftCap(1.5)
+    for rules in ((alibi, cap), (cap, alibi)):
+        check(Case(score_rules=rules, sharing="query_head", q_block_size=4))
+
+
+@pytest.mark.parametrize("sharing", ["query_head", "kv_head", "shared"])
+@pytest.mark.parametrize("q_block_size", [1, 4])
+@pytest.mark.parametrize("block_size", [None, 4])
+def test_lists_of_every_sharing_and_granularity(sharing, q_block_size, block_size):
+    check(Case(sharing=sharing, q_block_size=q_block_size, block_size=block_size, seed=1))
+
+
+@pytest.mark.parametrize("q_block_size", [1, 4])
+@pytest.mark.parametrize("window", [1, 6])
+def test_window_and_sink_positions_join_the_list_of_each_row_alone(q_block_size, window):
+    check(Case(sharing="kv_head", q_block_size=q_block_size, window=window, num_sink_tokens=2, seed=2))
+    check(Case(sharing="query_head", q_block_size=q_block_size, window=window, mask_rule=Window(left=30), seed=4))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 8])
+def test_split_count_changes_nothing(splits):
+    sinks = (0.5, -1.0, 3.0, 0.0)
+    check(Case(num_kv_splits=splits, mask_rule=Causal(), sink_logits=sinks))
+    check(Case(num_kv_splits=splits, sharing="kv_head", seed=1, seqlen_kv=(90, 0, 21, 5)))
+
+
+@pytest.mark.parametrize("page_size", [1, 8, 16, 48])
+def test_page_size_changes_nothing(page_size):
+    check(Case(page_size=page_size, mask_rule=Causal()))
+    check(Case(page_size=page_size, sharing="shared", block_size=4))
+
+
+@pytest.mark.parametrize("head_dim_qk, head_dim_vo", [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (96, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_head_dim_and_dtype(head_dim_qk, head_dim_vo, dtype):
+    shape = dict(head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo, dtype=dtype)
+    check(Case(seqlen_q=(3, 1), seqlen_kv=(20, 17), mask_rule=Causal(), num_kv_splits=2, **shape))
+
+
+@pytest.mark.parametrize("num_qo_heads, num_kv_heads", [(4, 4), (6, 2), (7, 1), (14, 2)])
+def test_query_heads_of_any_group_size_read_their_kv_head(num_qo_heads, num_kv_heads):
+    heads = dict(num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads)
+    check(Case(mask_rule=Causal(), **heads))
+    check(Case(sharing="kv_head", q_block_size=4, **heads))
+
+
+def test_wide_group_is_cut_into_tiles_of_heads():
+    check(Case(num_qo_heads=144, num_kv_heads=2, seqlen_q=(2,), seqlen_kv=(20,), mask_rule=Causal()))
+
+
+def test_prefill_in_large_tiles_beside_decode():
+    check(Case(seqlen_q=(70, 1), seqlen_kv=(75, 33), mask_rule=Causal(), tile_kv=16))
+    check(Case(seqlen_q=(70, 1), seqlen_kv=(75, 33), mask_rule=And((Causal(), Window(left=20))), tile_kv=16))
+
+
+def test_large_tiles_of_listed_rows_with_windows():
+    case = Case(seqlen_q=(40,), seqlen_kv=(75,), sharing="kv_head", q_block_size=32, window=9, seed=5)
+    check(case)
+    check(replace(case, mask_rule=Causal(), block_size=8, entries=[], num_kv_splits=2))
+
+
+def test_query_offset_moves_the_rows():
+    for offset in ((3, 0, 40, -2), (-6, 5, 0, 0)):
+        check(Case(mask_rule=Causal(), q_offset=offset, score_rules=(Alibi((0.1, 0.2, 0.3, 0.4)),)))
+        check(Case(sharing="kv_head", window=5, q_offset=offset))
+
+
+@pytest.mark.parametrize("empty", [0, 1, 2])
+def test_empty_row_gives_zero_out_and_minus_inf_lse_and_leaves_its_neighbours(empty):
+    entries = [[[[2, 0]], [[5]], [[1, 4]]]]
+    full = Case(seqlen_q=(3,), seqlen_kv=(8,), sharing="shared", entries=entries)
+    holed = replace(full, entries=[[[[-1, -1]] if r == empty else row for r, row in enumerate(entries[0])]])
+    (full_out, full_lse), (out, lse) = run_case(full), run_case(holed)
+    others = [r for r in range(3) if r != empty]
+    assert (out[empty] == 0).all() and torch.isneginf(lse[empty]).all()
+    assert torch.equal(out[others], full_out[others]) and torch.equal(lse[others], full_lse[others])
+
+
+def test_row_that_the_mask_empties_inside_a_tile_is_zero():
+    case = Case(seqlen_q=(7,), seqlen_kv=(5,), mask_rule=Causal())
+    out, lse = run_case(case)
+    assert (out[:2] == 0).all() and torch.isneginf(lse[:2]).all()
+    assert_near_oracle(case, out, lse)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_sink_logit_joins_the_denominator_once(splits):
+    sinks = (0.5, -1.0, 30.0, -40.0)
+    check(Case(sharing="kv_head", sink_logits=sinks, num_kv_splits=splits, seqlen_kv=(60, 0, 21, 5)))
+
+
+def test_empty_row_with_a_sink_has_the_sink_logit_as_lse():
+    sinks = (0.1, -1.3, 30.7, -40.9)
+    out, lse = run_case(Case(seqlen_q=(1,), seqlen_kv=(8,), sharing="shared", entries=[[[[]]]], sink_logits=sinks))
+    assert (out == 0).all()
+    assert torch.equal(lse[0], torch.tensor(sinks))
+
+
+def test_duplicates_and_order_and_holes_change_no_bit():
+    case = Case(seqlen_q=(1,), seqlen_kv=(20,), sharing="shared", entries=[[[[1, 7, 19, 12]]]])
+    shuffled = replace(case, entries=[[[[19, -1, 7, 7, 12, -1, 1, 19, 7, -1]]]])
+    for a, b in zip(run_case(case), run_case(shuffled), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_slots_that_a_row_does_not_select_never_matter_even_nan():
+    """One row per tile, as in decode: nothing outside E is read, owned or not."""
+    for changes in ({"sharing": "query_head"}, {"mask_rule": Or((Window(left=3), PrefixLM((2, 3))))}):
+        case = Case(seqlen_q=(1, 1), seqlen_kv=(33, 9), num_kv_heads=4, seed=7, num_kv_splits=2, **changes)
+        want = run_case(case)
+        for n, head in np.ndindex(2, 4):
+            unselected = np.setdiff1d(np.arange(case.seqlen_kv[n]), case.selected(n, 0, head))
+            case.k[case.slots(n)[unselected], head] = math.nan
+            case.v[case.slots(n)[unselected], head] = math.inf
+        for got, expected in zip(run_case(case), want, strict=True):
+            assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("changes", [{}, {"sharing": "kv_head", "q_block_size": 4, "window": 3}])
+def test_finite_numbers_outside_the_selection_change_no_bit(changes):
+    case = Case(seqlen_q=(6,), seqlen_kv=(33,), mask_rule=And((Causal(), Window(left=9))), seed=8, **changes)
+    want = run_case(case)
+    row, head = 2, 1
+    unselected = np.setdiff1d(np.arange(33), case.selected(0, row, head))
+    case.k[case.slots(0)[unselected], head // 2] = LARGE
+    case.v[case.slots(0)[unselected], head // 2] = -LARGE
+    for got, expected in zip(run_case(case), want, strict=True):
+        assert torch.equal(got[row, head], expected[row, head])
+
+
+def test_hnd_layout_gives_the_same_bits():
+    case = Case(sharing="kv_head", mask_rule=Causal())
+    for a, b in zip(run_case(case), run_case(replace(case, layout="HND")), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_strides_of_every_tensor_are_honoured():
+    """K and V interleaved in one pool, a padded q, an output that is a slice of something larger."""
+    case = Case(mask_rule=Causal(), sink_logits=(0.0, 1.0, 2.0, 3.0))
+    want_out, want_lse = run_case(case)
+    pool = torch.full((case.num_pages, 2, case.page_size, case.num_kv_heads, 64), math.nan, device=DEVICE)
+    pool[:, 0], pool[:, 1] = (paged(case, poison_unowned(case, rows)) for rows in (case.k, case.v))
+    odd_pool = torch.full((*pool[:, 1].shape[:3], 64, 2), math.nan, device=DEVICE)
+    odd_pool[..., 1] = pool[:, 1]
+    q = torch.full((4, len(case.q), 200), math.nan, device=DEVICE)[:, :, 100:164].transpose(0, 1)
+    q.copy_(case.q)
+    out = torch.full((len(case.q), 5, 67), math.nan, device=DEVICE)
+    lse = torch.full((6, len(case.q)), math.nan, device=DEVICE)
+    for v_cache in (pool[:, 1], odd_pool[..., 1]):
+        run(build_plan(case), q, pool[:, 0], v_cache, out=out[:, 1:, 2:66], lse=lse[:4].T)
+        assert torch.equal(out[:, 1:, 2:66].cpu(), want_out) and torch.equal(lse[:4].T.cpu(), want_lse)
+        assert out[:, 0].isnan().all() and out[:, :, :2].isnan().all() and out[:, :, 66].isnan().all()
+        assert lse[4:].isnan().all()
+
+
+def test_pages_far_up_in_a_large_pool_are_reached():
+    """Element offsets past 2^31, without the memory: all pages of a zero-stride pool are one page."""
+    case = Case(seqlen_q=(1,), seqlen_kv=(8,), page_size=8)
+    cache = torch.zeros(1, 8, 2, 64, device=DEVICE)
+    k, v = (paged(case, rows)[case.page_table[0, :1]] for rows in (case.k, case.v))
+    far = 2**31 // 8 - 1
+    page_table = torch.tensor([[far]], dtype=torch.int32)
+    got = build_plan(case, page_table=page_table, num_pages=far + 1)
+    shape = (far + 1, *cache.shape[1:])
+    out, lse = run(got, case.q.to(DEVICE), k.expand(shape), v.expand(shape))
+    assert_near_oracle(case, out.cpu(), lse.cpu())
+
+
+def test_batch_without_requests_or_rows_launches_nothing():
+    out, lse = run_case(Case(seqlen_q=(0, 0), seqlen_kv=(0, 9)))
+    assert out.shape == (0, 4, 64) and lse.shape == (0, 4)
+
+
+def test_run_again_gives_the_same_bits_and_leaves_its_inputs():
+    case = Case(sharing="kv_head", mask_rule=Causal(), num_kv_splits=3)
+    prepared = build_plan(case)
+    q, k, v = case.q.to(DEVICE), paged(case, case.k), paged(case, case.v)
+    copies = [t.clone() for t in (q, k, v)]
+    first, second = run(prepared, q, k, v), run(prepared, q, k, v)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip((q, k, v), copies, strict=True))
+
+
+def test_plan_does_not_read_the_callers_tables_again():
+    case = Case(sharing="kv_head")
+    tables = {"page_table": torch.from_numpy(case.page_table.copy()).to(DEVICE), "candidates": to_lists(case)}
+    want = run_case(case)
+    prepared = build_plan(case, **tables)
+    tables["page_table"].fill_(10**6)
+    tables["candidates"].indices.fill_(10**6)
+    k, v = (paged(case, poison_unowned(case, rows)) for rows in (case.k, case.v))
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(run(prepared, case.q.to(DEVICE), k, v), want, strict=True))
+
+
+def test_editing_sink_logits_needs_no_new_plan():
+    case = Case(mask_rule=Causal(), seqlen_q=(1,), seqlen_kv=(9,), sink_logits=(9.0, 9.0, 9.0, 9.0))
+    sinks = torch.zeros(4, device=DEVICE)
+    prepared = build_plan(case, sink_logits=sinks)
+    sinks.fill_(9.0)
+    assert_near_oracle(case, *(t.cpu() for t in run(prepared, case.q.to(DEVICE), paged(case, case.k), paged(case, case.v))))
+
+
+def test_q_of_zeros_counts_the_keys_exactly():
+    """lse is ln of the number of keys, which the membership probe of the suite relies on."""
+    case = Case(seqlen_q=(3,), seqlen_kv=(50,), mask_rule=Causal(), num_kv_splits=2)
+    case.q.zero_()
+    _, lse = run_case(case)
+    assert torch.equal(lse.exp().round().long(), torch.tensor([[48], [49], [50]]).expand(3, 4))
+
+
+@pytest.mark.parametrize("name, index", [("q", 0), ("k_cache", 1), ("v_cache", 2)])
+def test_tensor_of_another_shape_or_dtype_than_planned_is_refused(name, index):
+    case = Case()
+    tensors = [case.q.to(DEVICE), paged(case, case.k), paged(case, case.v)]
+    for bad, what in ((tensors[index][:-1], "shape"), (tensors[index].half(), "dtype")):
+        with pytest.raises(PlanError, match=rf"^{name}\.{what} is .* \[SAFE-SHAPE\]$"):
+            run(build_plan(case), *(bad if i == index else t for i, t in enumerate(tensors)))
+
+
+def test_outputs_of_another_shape_are_refused_untouched():
+    case = Case()
+    out = torch.full((len(case.q), 4, 63), 7.0, device=DEVICE)
+    with pytest.raises(PlanError, match=r"^out\.shape is "):
+        run(build_plan(case), case.q.to(DEVICE), paged(case, case.k), paged(case, case.v), out=out)
+    assert (out == 7.0).all()
+
+
+def test_merging_the_states_of_two_halves_gives_the_whole():
+    evens = Case(seqlen_q=(2,), seqlen_kv=(12,), sharing="shared", entries=[[[[0, 2, 4]], [[6]]]])
+    odds = replace(evens, entries=[[[[1, 11]], [[3, 5, 7]]]])
+    whole = replace(evens, entries=[[[[0, 1, 2, 4, 11]], [[3, 5, 6, 7]]]])
+    merged = merge_states(*(t.to(DEVICE) for t in (*run_case(evens), *run_case(odds))))
+    assert_near_oracle(whole, *(t.cpu() for t in merged))
+
+
+def test_empty_state_is_the_identity_of_merging_whatever_its_output_holds():
+    out, lse = (t.to(DEVICE) for t in run_case(Case(seqlen_q=(2,), seqlen_kv=(12,))))
+    nothing, minus_inf = torch.full_like(out, math.nan), torch.full_like(lse, -math.inf)
+    for merged in (merge_states(out, lse, nothing, minus_inf), merge_states(nothing, minus_inf, out, lse)):
+        assert torch.equal(merged[0], out) and torch.equal(merged[1], lse)
+    both_out, both_lse = merge_states(nothing, minus_inf, nothing, minus_inf)
+    assert (both_out == 0).all() and torch.isneginf(both_lse).all()
+
+
+def test_merging_states_of_other_shapes_is_refused():
+    out, lse = torch.zeros(2, 4, 64, device=DEVICE), torch.zeros(2, 4, device=DEVICE)
+    with pytest.raises(PlanError, match=r"^lse_b\.shape is \(2, 3\), but out_a\.shape is \(2, 4, 64\) \[SAFE-SHAPE\]$"):
+        merge_states(out, lse, out, lse[:, :3])

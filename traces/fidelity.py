@@ -1,0 +1,140 @@
+"""How near synthesized rows come to the recorded ones, and how far uniformly random ones stay.
+
+Each statistic is compared by the largest difference of the two cumulative distributions (Kolmogorov and Smirnov's
+distance, 0 to 1) at the ends of the recorded bins. Rows are drawn a tile at a time, at lengths distributed as recorded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from attnconform.traces.draws import draw
+from attnconform.traces.selection_model import quantile
+from attnconform.traces.statistics import Events, SelectedRows, compute_statistics
+from attnconform.traces.synthesize import CandidateRows, synthesize
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from attnconform.traces.anonymize import Histogram
+    from attnconform.traces.format import GroupKey, Trace
+    from attnconform.traces.statistics import Ints, Key
+
+    Drawer = Callable[[Trace, GroupKey, int, int], CandidateRows]  # trace, group, seed, seqlen_kv
+
+THRESHOLD = 0.2
+"""A synthesized statistic further than this from the recorded one is not faithful."""
+
+JUDGED = (
+    *("candidates", "blocks", "holes", "duplicates", "overlap", "block_overlap", "gap", "block_gap"),
+    *("distance", "block_distance", "relative_distance", "start_occupancy", "page_reuse"),
+)
+"""The statistics that a set of rows must reproduce; the others are inputs, or need scores."""
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Distances by statistic, of one group."""
+
+    group: GroupKey
+    distances: dict[str, float]
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The statistic that is furthest off, and how far."""
+        return max(self.distances.items(), key=lambda item: item[1])
+
+    @property
+    def faithful(self) -> bool:
+        """Whether every statistic is within the threshold."""
+        return self.worst[1] <= THRESHOLD
+
+
+def compare(trace: Trace, group: GroupKey, *, seed: int, num_tiles: int = 48) -> Fidelity:
+    """The distances of rows that `synthesize` draws for a group."""
+    return _compare(trace, group, seed, num_tiles, _synthesized)
+
+
+def compare_uniform(trace: Trace, group: GroupKey, *, seed: int, num_tiles: int = 48) -> Fidelity:
+    """The distances of rows with the recorded number of candidates, each anywhere that the row sees."""
+    return _compare(trace, group, seed, num_tiles, _uniform)
+
+
+def cumulative_distance(recorded: Histogram, events: Events) -> float:
+    """The largest difference of the cumulative distributions, at the ends of the recorded bins and just below each."""
+    order = np.argsort(events.values, kind="stable")
+    values, weights = events.values[order], np.cumsum(events.weights[order])
+    below = np.concatenate([[0], weights]) / weights[-1]
+    want = np.concatenate([[0], np.cumsum(recorded.count)]) / recorded.total
+    at_high = below[np.searchsorted(values, recorded.bin_high, side="right")]
+    under_low = below[np.searchsorted(values, recorded.bin_low, side="left")]
+    return float(max(np.abs(at_high - want[1:]).max(), np.abs(under_low - want[:-1]).max()))
+
+
+def _compare(trace: Trace, group: GroupKey, seed: int, num_tiles: int, drawer: Drawer) -> Fidelity:
+    recorded = trace.groups[group]
+    # Lengths at even quantiles, so that few tiles stand for all lengths.
+    lengths = quantile(recorded["length", 0, 0], (np.arange(num_tiles) + 0.5) / num_tiles)
+    lengths = np.maximum(lengths, trace.header.tile_rows)
+    drawn = [drawer(trace, group, seed + t, int(length)) for t, length in enumerate(lengths)]
+    events = compute_statistics([_selected(trace, rows) for rows in drawn])
+    events.update(_listing_events(drawn))
+    keys = [(name, 0, 0) for name in JUDGED]
+    return Fidelity(group, {key[0]: _distance(recorded, events, key) for key in keys if key in recorded})
+
+
+def _distance(recorded: dict[Key, Histogram], events: dict[Key, Events], key: Key) -> float:
+    # Recorded but never drawn is as wrong as can be.
+    return cumulative_distance(recorded[key], events[key]) if key in events else 1.0
+
+
+def _synthesized(trace: Trace, group: GroupKey, seed: int, seqlen_kv: int) -> CandidateRows:
+    return synthesize(
+        trace,
+        seed=seed,
+        num_rows=trace.header.tile_rows,
+        seqlen_kv=seqlen_kv,
+        layer=group.layer,
+        kv_head=group.kv_head,
+        phase=group.phase,
+        selector=group.selector,
+        as_listed=True,
+    )
+
+
+def _uniform(trace: Trace, group: GroupKey, seed: int, seqlen_kv: int) -> CandidateRows:
+    """The rows that `_synthesized` draws, with every row's ids moved to random places that it sees."""
+    like = _synthesized(trace, group, seed, seqlen_kv)
+    size = 1 if like.granularity == "token" else like.block_size
+    window = trace.header.model.windows[group.layer]
+    rows = []
+    for r, i in enumerate(like.q_positions.tolist()):
+        first = 0 if window is None else max(0, i - window + 1) // size
+        entries = like.row(r)
+        moved = first + np.argsort(draw(seed, "uniform", r, i // size - first + 1), kind="stable")
+        ids, which = np.unique(entries, return_inverse=True)
+        targets = np.where(ids < 0, -1, moved[np.arange(len(ids)) % len(moved)])
+        rows.append(targets[which])
+    return CandidateRows(**{**vars(like), "indices": np.concatenate(rows)})
+
+
+def _selected(trace: Trace, rows: CandidateRows) -> SelectedRows:
+    """The rows as a recording, for their statistics; the padding makes its holes meaningless."""
+    window = trace.header.model.windows[rows.layer]
+    q_positions = rows.q_positions
+    first = np.zeros_like(q_positions) if window is None else (q_positions - window + 1).clip(min=0)
+    lengths = np.diff(rows.indptr)
+    listed = np.full((len(lengths), int(lengths.max())), -1, dtype=np.int64)
+    listed[np.arange(listed.shape[1]) < lengths[:, None]] = rows.indices
+    return SelectedRows(q_positions, first, listed, rows.granularity, rows.block_size)
+
+
+def _listing_events(drawn: list[CandidateRows]) -> dict[Key, Events]:
+    entries = [rows.row(r) for rows in drawn for r in range(len(rows.q_positions))]
+    holes = np.array([(e < 0).sum() for e in entries])
+    repeats = np.array([(e >= 0).sum() - len(np.unique(e[e >= 0])) for e in entries])
+    rows: Ints = np.arange(len(entries))
+    return {("holes", 0, 0): Events.of(holes, rows), ("duplicates", 0, 0): Events.of(repeats, rows)}

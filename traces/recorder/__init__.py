@@ -1,0 +1,1 @@
+"""Records a candidate trace from a real model. Needs the extra `trace-record`; nothing else here imports it."""
