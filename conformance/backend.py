@@ -67,7 +67,9 @@ class Tensors:
     """
 
     q: torch.Tensor  # (total_q, num_qo_heads, head_dim_qk)
-    k_cache: torch.Tensor  # (num_pages, page_size, num_kv_heads, head_dim_qk) NHD, or heads before tokens HND; any strides
+    k_cache: (
+        torch.Tensor
+    )  # (num_pages, page_size, num_kv_heads, head_dim_qk) NHD, or heads before tokens HND; any strides
     v_cache: torch.Tensor  # likewise, head_dim_vo
     out: torch.Tensor  # (total_q, num_qo_heads, head_dim_vo)
     lse: torch.Tensor  # (total_q, num_qo_heads) float32

@@ -14,7 +14,9 @@ import attnconform
 F = TypeVar("F", bound=Callable[..., Any])
 console = Console()
 USAGE = 2
-backend_option = click.option("-b", "--backend", default="triton", show_default=True, help="bundled name or MODULE:CLASS")
+backend_option = click.option(
+    "-b", "--backend", default="triton", show_default=True, help="bundled name or MODULE:CLASS"
+)
 device_option = click.option("--device", default=None, help="cpu or cuda [default: cuda where there is a GPU]")
 out_option = click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), default=Path("attnconform-results"), show_default=True
@@ -64,7 +66,14 @@ def main() -> None:
 @click.option("--case-timeout", type=float, default=300.0, show_default=True, help="seconds until a case is a HANG")
 @one_line_errors
 def run(
-    backend: str, device: str | None, out: Path, level: str, workers: int | None, select: str, shard: str, case_timeout: float
+    backend: str,
+    device: str | None,
+    out: Path,
+    level: str,
+    workers: int | None,
+    select: str,
+    shard: str,
+    case_timeout: float,
 ) -> None:
     """Judge a backend on the conformance matrix."""
     from attnconform.conformance.running import judge_and_report
@@ -100,7 +109,9 @@ def smoke(backend: str, device: str | None, out: Path) -> None:
 @backend_option
 @device_option
 @out_option
-@click.option("--baseline", type=click.Path(path_type=Path, dir_okay=False), required=True, help="results.jsonl to hold on to")
+@click.option(
+    "--baseline", type=click.Path(path_type=Path, dir_okay=False), required=True, help="results.jsonl to hold on to"
+)
 @click.option("--level", default="L1", show_default=True)
 @click.option("-n", "--workers", type=click.IntRange(1), default=None)
 @click.option("--select", default="")
@@ -136,13 +147,19 @@ def gate(
 @device_option
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--max-cases", type=click.IntRange(1), default=24, show_default=True)
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=Path("attnconform-replay"), show_default=True)
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), default=Path("attnconform-replay"), show_default=True
+)
 @one_line_errors
 def replay(trace: Path, backend: str, device: str | None, seed: int, max_cases: int, out: Path) -> None:
     """Judge a backend on candidates synthesized from a recorded trace."""
     from attnconform.conformance.replay import replay_trace
 
-    sys.exit(replay_trace(console, trace, backend=backend, device=default_device(device), seed=seed, max_cases=max_cases, out=out))
+    sys.exit(
+        replay_trace(
+            console, trace, backend=backend, device=default_device(device), seed=seed, max_cases=max_cases, out=out
+        )
+    )
 
 
 @main.command()

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
-
 from attnconform.conformance.adapters.registry import load_backend
+
 from attnconform.conformance.cases.matrix import matrix
 from attnconform.conformance.cases.structure import Case
 from attnconform.conformance.judge.verdict import CaseResult, Finding, State

@@ -89,7 +89,9 @@ def gate_markdown(report: GateReport, now: Run) -> str:
     ]
     lines += section("Newly failing", [failing_line(r, now.header.backend) for r in report.newly_failing])
     lines += section("No longer declared", [f"`{case_id}`" for case_id in report.undeclared])
-    lines += section("Less accurate", [f"{r.output}: error / bound {r.before:.3f} -> {r.after:.3f}" for r in report.rises])
+    lines += section(
+        "Less accurate", [f"{r.output}: error / bound {r.before:.3f} -> {r.after:.3f}" for r in report.rises]
+    )
     lines += section("Fixed", [f"`{case_id}`" for case_id in report.fixed])
     return "\n".join(lines)
 

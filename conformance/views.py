@@ -1,6 +1,6 @@
 """The problem in the forms that kernels take, so that an adapter writes no index code of its own."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import msgspec
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from attnconform.reference.candidates import HOLE
+from attnconform.reference.coordinates import BoolArray, IntArray
 from attnconform.reference.formats import csr_to_fixed_width, dense_masks
 from attnconform.reference.problem import AttentionProblem
 
@@ -24,10 +25,10 @@ class ProblemView:
     """One problem, as data and as tensors on a device."""
 
     spec: AttentionProblem
-    hints: Hints = Hints()
+    hints: Hints = field(default_factory=Hints)
     device: str = "cpu"
 
-    def tensor(self, array: np.ndarray, dtype: torch.dtype = torch.int32) -> torch.Tensor:  # type: ignore[type-arg]
+    def tensor(self, array: IntArray | BoolArray, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         """Any index array of the problem on the device."""
         return torch.as_tensor(np.ascontiguousarray(array), device=self.device).to(dtype)
 

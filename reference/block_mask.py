@@ -60,8 +60,8 @@ def build_block_mask(mask: BoolArray, *, q_block_size: int, kv_block_size: int) 
     heads, seqlen_q, seqlen_kv = mask.shape
     blocks = block_view(mask, q_block_size, kv_block_size)
     exists = block_view(np.ones_like(mask), q_block_size, kv_block_size)
-    some = blocks.any(axis=(-2, -1))
-    full = (blocks | ~exists).all(axis=(-2, -1))
+    some = np.asarray(blocks.any(axis=(-2, -1)))
+    full = np.asarray((blocks | ~exists).all(axis=(-2, -1)))
     return BlockMask(
         num_heads=heads,
         seqlen_q=seqlen_q,

@@ -20,7 +20,9 @@ class PagedCache:
     num_pages: int  # pages in the pool
     page_table: IntArray  # (batch_size, max_pages) physical page of each logical page, UNUSED_PAGE past the end
     layout: Layout = "NHD"
-    owned: BoolArray | None = None  # (batch_size, num_pages) True where a request may read a page; None: all its table names
+    owned: BoolArray | None = (
+        None  # (batch_size, num_pages) True where a request may read a page; None: all its table names
+    )
 
     @property
     def num_slots(self) -> int:

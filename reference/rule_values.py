@@ -1,5 +1,7 @@
 """What the rules mean, in numpy: the lowering that every other lowering is held to."""
 
+from itertools import pairwise
+
 import numpy as np
 
 from attnconform.reference.coordinates import BoolArray, FloatArray, IntArray
@@ -80,7 +82,7 @@ def check_mask_rule(rule: MaskRule | None, batch_size: int) -> None:
         case Document(starts):
             _check_length("starts", len(starts), batch_size)
             for n, row in enumerate(starts):
-                if not row or row[0] != 0 or any(a >= b for a, b in zip(row, row[1:], strict=False)):
+                if not row or row[0] != 0 or any(a >= b for a, b in pairwise(row)):
                     raise RefusedInput("MASK-DOCUMENT", "starts", row, "must ascend strictly from 0", (n,))
 
 

@@ -63,7 +63,7 @@ def add_sink(state: PartialState, sink_logit: float) -> PartialState:
 
 
 def finish(state: PartialState) -> tuple[FloatArray, float]:
-    """Output and natural-log lse of a state; an empty one gives exactly 0 and -inf. [EMPTY-OUT, EMPTY-LSE, LSE-NATURAL]"""
+    """Output and natural-log lse; an empty state gives exactly 0 and -inf. [EMPTY-OUT, EMPTY-LSE, LSE-NATURAL]"""
     if state.l == 0:
         return np.zeros_like(state.o), -np.inf
     return state.o / state.l, state.m + float(np.log(state.l))

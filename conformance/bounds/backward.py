@@ -10,6 +10,7 @@ from attnconform.conformance.bounds.block import Array, AttentionBlock
 from attnconform.conformance.bounds.forward import ForwardBounds, oracle_share, scatter_rows
 from attnconform.conformance.bounds.gradients import compute_gradients
 from attnconform.conformance.bounds.numerics import Numerics
+from attnconform.conformance.bounds.rounding import any_in_column, any_in_row
 from attnconform.conformance.bounds.softmax import Softmax
 
 
@@ -62,8 +63,8 @@ def list_gradient(block: AttentionBlock, x: Softmax, name: str, bound: Array) ->
     if name == "dsink":
         return scatter_rows(x, bound)[:, 0] * (block.sink is not None)
     if name == "dq":
-        return scatter_rows(x, np.where(x.mask[:, :keys].any(1, keepdims=True), bound, 0.0))
-    return np.where(x.mask[:, :keys].any(0)[:, None], bound[:keys], 0.0)
+        return scatter_rows(x, np.where(any_in_row(x.mask[:, :keys]), bound, 0.0))
+    return np.where(any_in_column(x.mask[:, :keys]), bound[:keys], 0.0)
 
 
 def zero_bounds(block: AttentionBlock) -> BackwardBounds:

@@ -4,6 +4,9 @@ As in the forward: variances from cells of elements that round alike, drifts bes
 over rows, and rows with equal P share their errors.
 """
 
+# numpy types a matrix product as Any.
+# mypy: disable-error-code="no-any-return"
+
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -26,6 +29,8 @@ from attnconform.conformance.bounds.numerics import Numerics
 from attnconform.conformance.bounds.rounding import (
     accumulation_drift,
     accumulation_variance,
+    any_in_column,
+    any_in_row,
     largest,
     storage_error,
     sum_row,
@@ -93,12 +98,12 @@ class ProbableBackward:
     def is_invalid_row(self) -> Mask:
         """Rows where first order does not hold, here or in the forward."""
         unknown = (self.exponent > 1) & ~self.worst.vanishes
-        return ~self.forward.is_valid | unknown.any(1, keepdims=True)
+        return ~self.forward.is_valid | any_in_row(unknown)
 
     @cached_property
     def is_invalid_key(self) -> Mask:
         """Keys that such a row sees."""
-        return self.softmax.mask[self.is_invalid_row[:, 0]].any(0)[:, None]
+        return any_in_column(self.softmax.mask & self.is_invalid_row)
 
     # D, which its row shares.
 

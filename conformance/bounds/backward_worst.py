@@ -4,6 +4,9 @@ Two errors are common to a row: Lw of the stored lse, which the recomputed P = e
 meet the signed sums P K and dS K, all others meet absolute values: that is what keeps the bound of dQ usable. [4.7]
 """
 
+# numpy types a matrix product as Any.
+# mypy: disable-error-code="no-any-return"
+
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,6 +18,8 @@ from attnconform.conformance.bounds.gradients import Gradients
 from attnconform.conformance.bounds.numerics import FORMATS, Numerics
 from attnconform.conformance.bounds.rounding import (
     accumulation_error,
+    any_in_column,
+    any_in_row,
     compound,
     half_ulp,
     output_rounding,
@@ -56,16 +61,17 @@ class WorstBackward:
         second_lse = (np.abs(g.ds) * self.recomputed_error) @ np.abs(x.k)
         own = (self.own_error + self.ds_rounding) @ np.abs(x.k)
         common = self.row_error * (g.row_weight_key + second_row) + self.lse_error * (g.row_gradient_key + second_lse)
-        sums = self.ds_size @ changed.largest_k + self.sum_over_keys * (self.ds_size @ (np.abs(x.k) + changed.largest_k))
-        error = x.sm_scale * (own + common + sums)
+        moved = self.ds_size @ changed.largest_k
+        sums = self.sum_over_keys * (self.ds_size @ np.abs(x.k) + moved)
+        error = x.sm_scale * (own + common + moved + sums)
         return np.where(self.is_void_row, np.inf, store_gradient(error, g.dq, self.root_scaling, self.numerics))
 
     @cached_property
     def dk(self) -> Array:
         """sm_scale [(tot + rnd)^T|Q| + operands + gk], heads that are rounded apart, and storage."""
         x, g, changed = self.softmax, self.grads, self.operands
-        own = (self.ds_error + self.ds_rounding).T @ np.abs(x.q) + self.ds_size.T @ changed.largest_q
-        error = x.sm_scale * (own + self.sum_over_rows * (self.ds_size.T @ (np.abs(x.q) + changed.largest_q)))
+        own, moved = (self.ds_error + self.ds_rounding).T @ np.abs(x.q), self.ds_size.T @ changed.largest_q
+        error = x.sm_scale * (own + moved + self.sum_over_rows * (self.ds_size.T @ np.abs(x.q) + moved))
         error = error + round_heads(g, x.sm_scale * g.ds, x.q, error, self.numerics)
         return np.where(self.is_void_key, np.inf, store_gradient(error, g.dk, self.root_scaling, self.numerics))
 
@@ -75,8 +81,8 @@ class WorstBackward:
         x, g, changed = self.softmax, self.grads, self.grads.largest_do_change
         error_of_p = (self.weight_error + self.weight_rounding) * x.keep
         size = x.value_weights + error_of_p
-        own = error_of_p.T @ np.abs(g.do) + size.T @ changed
-        error = own + self.sum_over_rows * (size.T @ (np.abs(g.do) + changed))
+        own, moved = error_of_p.T @ np.abs(g.do), size.T @ changed
+        error = own + moved + self.sum_over_rows * (size.T @ np.abs(g.do) + moved)
         error = error + round_heads(g, x.value_weights, g.do, error, self.numerics)
         return np.where(self.is_void_key, np.inf, store_gradient(error, g.dv, 0.0, self.numerics))
 
@@ -127,20 +133,17 @@ class WorstBackward:
 
     @cached_property
     def row_error(self) -> Array:
-        """dD: error of D, from the rounded out and from its sum; at most what the bound of out allows."""
+        """dD: error of D, which is dO.out with the rounded out, or sum P dP where no out is at hand (unfused)."""
         x, c, g, f = self.softmax, self.numerics, self.grads, self.forward
-        by_out = sum_row(np.abs(g.do) * f.out)
-        by_terms = np.minimum(self.row_error_by_terms, by_out)
-        beyond = by_out
-        if c.u_dp:
-            # An unfused kernel sums P dP instead, whose convex combinations reach any |dP - D|.
-            by_terms = self.row_error_by_terms
-            stored = c.u_dp + c.worst_u_p + x.num_keys * c.u
-            beyond = 2 * (np.maximum(g.out_share, stored * np.abs(g.dp)) * x.mask).max(1, keepdims=True)
-        error = np.where(f.total_error < LARGEST_WEIGHT_ERROR, by_terms, beyond)
+        if c.norm_p:
+            within, beyond = self.row_error_by_terms, self.row_error_by_hull
+        else:
+            beyond = sum_row(np.abs(g.do) * f.out)
+            within = np.minimum(self.row_error_by_terms, beyond)
+        error = np.where(f.total_error < LARGEST_WEIGHT_ERROR, within, beyond)
         summed = compound(g.do.shape[1] * c.u)
-        dlse = c.u * np.abs(g.row_term) * (g.dlse != 0)
-        return (error + summed * sum_row(np.abs(g.do * x.out)) + c.u_d * np.abs(g.row_term) + dlse) * (1 + summed + c.u_d)
+        stored = (c.u_d + c.u * (g.dlse != 0)) * np.abs(g.row_term)
+        return (error + summed * sum_row(np.abs(g.do * x.out)) + stored) * (1 + summed + c.u_d)
 
     @cached_property
     def row_error_by_terms(self) -> Array:
@@ -149,22 +152,45 @@ class WorstBackward:
         total = np.minimum(f.total_error, LARGEST_WEIGHT_ERROR)
         elementwise = self.out_rounding + f.accumulation * x.value_size + x.value_weights @ self.operands.largest_v
         factor = f.denominator_error + f.merge_error + c.l_from_p * sum_row(f.weight_rounding)
-        weights = sum_row(f.weight_rounding * np.abs(g.dp)) + sum_row(x.weights * f.weight_error * g.out_share) / (1 - total)
-        stored = (c.u_dp + (c.u_dp > 0) * x.num_keys * c.u) * sum_row(x.weights * np.abs(g.dp))
-        first_order = sum_row(np.abs(g.do) * elementwise) + np.abs(g.row_dot) * factor + weights + stored
+        moved = sum_row(x.weights * f.weight_error * g.out_share) / (1 - total)
+        weights = sum_row(f.weight_rounding * np.abs(g.dp)) + moved
+        first_order = sum_row(np.abs(g.do) * elementwise) + np.abs(g.row_dot) * factor + weights
+        if c.norm_p:
+            first_order = first_order + self.unfused_row_error
         return first_order * (1 + c.worst_u_p + total + f.denominator_error + f.accumulation)
+
+    @cached_property
+    def unfused_row_error(self) -> Array:
+        """Errors of the dP that D is summed from, and of that sum."""
+        x, c, g = self.softmax, self.numerics, self.grads
+        summed = x.num_keys * c.u * np.abs(g.dp)
+        return sum_row(x.weights * (summed + self.dp_error))
+
+    @cached_property
+    def row_error_by_hull(self) -> Array:
+        """D' = sum P' dP' of unknown P': it may reach any |dP - D|."""
+        x, c, g = self.softmax, self.numerics, self.grads
+        rounded = (c.worst_u_p + x.num_keys * c.u) * np.abs(g.dp) + self.dp_error
+        furthest = ((g.out_share + rounded) * x.mask).max(1, keepdims=True)
+        return furthest * (1 + c.worst_u_p)
+
+    @cached_property
+    def dp_error(self) -> Array:
+        """gam(acc(dv, dv)) Ad, operands changed by a rounding, and the storage of dP."""
+        x, c, g, changed = self.softmax, self.numerics, self.grads, self.operands
+        head_dim, do_change = g.do.shape[1], self.grads.largest_do_change
+        moved = do_change @ np.abs(x.v).T + (np.abs(g.do) + do_change) @ changed.largest_v.T
+        products = compound(accumulation_error(c, head_dim, head_dim)) * g.dp_size
+        return products + moved * x.keep + c.u_dp * np.abs(g.dp)
 
     @cached_property
     def own_error(self) -> Array:
         """own: error of dS that its row does not share."""
-        x, c, g, changed = self.softmax, self.numerics, self.grads, self.operands
-        head_dim, do_change = g.do.shape[1], self.grads.largest_do_change
-        moved = do_change @ np.abs(x.v).T + (np.abs(g.do) + do_change) @ changed.largest_v.T
-        dp_error = compound(accumulation_error(c, head_dim, head_dim)) * g.dp_size + moved * x.keep + c.u_dp * np.abs(g.dp)
         grown = 1 + self.recomputed_error
-        own = self.slope_weights * grown * dp_error + (self.recomputed_error + 4 * c.u) * np.abs(g.ds)
-        from_slope = x.weights * self.slope_error * g.score_gradient_size
-        return own + (from_slope + self.reused_p_error(c.worst_u_p)) * grown
+        relative = self.recomputed_error + 4 * self.numerics.u
+        own = self.slope_weights * grown * self.dp_error + relative * np.abs(self.grads.ds)
+        from_slope = self.softmax.weights * self.slope_error * self.grads.score_gradient_size
+        return own + (from_slope + self.reused_p_error(self.numerics.worst_u_p)) * grown
 
     def reused_p_error(self, u: float) -> Array:
         """Error of dS where it is computed from the stored P."""
@@ -233,7 +259,7 @@ class WorstBackward:
         largest_p = FORMATS[c.out_dtype if c.p_storage == "none" else c.p_storage].largest
         stored_p = self.softmax.weights * (1 + self.recomputed_error) * (1 + self.lse_error)
         overflows = (stored_p >= largest_p) | (stored_ds >= c.largest_ds)
-        return (unknown | overflows).any(1, keepdims=True)
+        return any_in_row(unknown | overflows)
 
     @cached_property
     def vanishes(self) -> Mask:
@@ -243,7 +269,7 @@ class WorstBackward:
     @cached_property
     def is_void_key(self) -> Mask:
         """Keys that such a row sees."""
-        return self.softmax.mask[self.is_void_row[:, 0]].any(0)[:, None]
+        return any_in_column(self.softmax.mask & self.is_void_row)
 
 
 def store_gradient(error: Array, exact: Array, root_scaling: float, numerics: Numerics) -> Array:

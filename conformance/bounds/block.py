@@ -32,8 +32,9 @@ class AttentionBlock:
 
     def __post_init__(self) -> None:
         rows, keys = self.mask.shape
-        if self.q.shape[0] != rows or self.k.shape[0] != keys or self.v.shape[0] != keys:
-            raise ValueError(f"q, k, v have {self.q.shape[0]}, {self.k.shape[0]}, {self.v.shape[0]} rows; mask is {rows} by {keys}")
+        for name, length in (("q", rows), ("k", keys), ("v", keys)):
+            if len(getattr(self, name)) != length:
+                raise ValueError(f"{name} has {len(getattr(self, name))} rows, but mask is {rows} by {keys}")
         if self.q.shape[1] != self.k.shape[1]:
             raise ValueError(f"q has head_dim {self.q.shape[1]}, k has {self.k.shape[1]}")
         for name in ("scores", "added", "slope", "dropout"):

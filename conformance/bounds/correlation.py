@@ -1,11 +1,15 @@
 """How roundings add up when they are neither independent nor all one way. [BOUND-PROBABILISTIC]
 
-Equal or nearly equal numbers round equally. Numbers whose distance is under a quarter ulp are put into one cell; inside a
-cell errors add up, between cells their squares do.
+Equal or nearly equal numbers round equally. Numbers that lie within a quarter ulp are put into one cell; inside a cell
+errors add up, between cells their squares do.
 """
+
+# numpy types a matrix product as Any.
+# mypy: disable-error-code="no-any-return"
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -44,16 +48,11 @@ def relative_cells(x: Array, width: float) -> Cells:
     return Cells.from_keys(np.where(x == 0, 0, 2 * logs + (x > 0)))
 
 
-def sum_coherent_columns(cells: Cells, w: Array) -> Array:
-    """The same over a column, for cells made of the transpose."""
-    return cells.sum_coherent(w.T).T
-
-
 def block_prefixes(a: Array, b: Array, blocks: int) -> Iterator[Array]:
     """Partial sums of a @ b after each of so many blocks of its inner axis."""
     edges = np.linspace(0, a.shape[1], min(blocks, a.shape[1]) + 1).astype(int)
     prefix = np.zeros((len(a), b.shape[1]))
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+    for start, stop in pairwise(edges):
         prefix = prefix + a[:, start:stop] @ b[start:stop]
         yield prefix
 
@@ -81,12 +80,10 @@ def compute_row_similarity(weights: Array, u: float) -> Array:
 
 
 def sum_squares(x: Array) -> Array:
-    total: Array = (x**2).sum(1, keepdims=True)
-    return total
+    return np.asarray((x**2).sum(1, keepdims=True))
 
 
 def count_rises(x: Array) -> Array:
     """How often the running maximum of a row rises."""
     running = np.maximum.accumulate(x, 1)
-    rises: Array = (x[:, 1:] > running[:, :-1]).sum(1, keepdims=True)
-    return rises
+    return np.asarray((x[:, 1:] > running[:, :-1]).sum(1, keepdims=True, dtype=np.float64))

@@ -8,6 +8,7 @@ from attnconform.conformance.bounds.block import Array, AttentionBlock
 from attnconform.conformance.bounds.forward_probable import ProbableForward
 from attnconform.conformance.bounds.forward_worst import WorstForward
 from attnconform.conformance.bounds.numerics import Numerics
+from attnconform.conformance.bounds.rounding import any_in_row
 from attnconform.conformance.bounds.softmax import Softmax, compute_operands, compute_softmax
 
 
@@ -35,9 +36,9 @@ def forward_bounds(block: AttentionBlock, numerics: Numerics) -> ForwardBounds:
     worst = WorstForward(x, compute_operands(x, numerics), numerics)
     probable = ProbableForward(worst)
     # A sink alone gives sums of zeros.
-    has_key = x.mask[:, : len(block.k)].any(1, keepdims=True)
-    out_worst, out_prob = (np.where(has_key, bound, 0.0) for bound in (worst.out, probable.out))
-    listed = [scatter_rows(x, bound) * oracle_share(numerics) for bound in (out_worst, out_prob, worst.lse, probable.lse)]
+    has_key = any_in_row(x.mask[:, : len(block.k)])
+    outs = [np.where(has_key, bound, 0.0) for bound in (worst.out, probable.out)]
+    listed = [scatter_rows(x, bound) * oracle_share(numerics) for bound in (*outs, worst.lse, probable.lse)]
     return ForwardBounds(
         out_worst=listed[0],
         out_prob=listed[1],

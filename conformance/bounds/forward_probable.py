@@ -4,6 +4,9 @@ Random parts add in squares, systematic parts add up, the output's rounding stay
 independent, or not zero on average, a term of its own says so (items a to g of section 4.9).
 """
 
+# numpy types a matrix product as Any.
+# mypy: disable-error-code="no-any-return"
+
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product

@@ -4,6 +4,9 @@ dP = dO.V, D = dO.out - dlse, dS = P (dP - D) times a soft cap's slope, dQ = sm_
 dV = P^T dO. Shapes are (rows, keys), keys with the sink if there is one.
 """
 
+# numpy types a matrix product as Any.
+# mypy: disable-error-code="no-any-return"
+
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -51,7 +51,7 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
     p_scale: float = 1.0  # power of two by which P is multiplied before it is stored (e4m3)
     ds_storage: Storage = "none"
     score_storage: Storage = "none"  # unfused softmax: the score matrix
-    dp_storage: Storage = "none"  # unfused softmax: dO.V^T, and D summed from it
+    dp_storage: Storage = "none"  # unfused softmax: dO.V^T
     d_storage: Storage = "none"  # D = dO.out
 
     # What happens to operands on the way into a product.
@@ -78,7 +78,7 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
 
     # Choices that move a rounding from one place to another.
     l_from_p: bool = False  # the denominator sums the stored P
-    norm_p: bool = False  # P is stored after division
+    norm_p: bool = False  # unfused softmax: P is stored after division, D is summed from P dP
     ds_scaled: bool = False  # dS is stored after multiplication by sm_scale
     ds_from_p: bool = False  # dS is computed from the stored P
     heads_low: bool = False  # dk, dv are rounded per query head before the sum over the group

@@ -1,17 +1,29 @@
 """Elementary errors: of a sum, of storing a number, of an operand that a product takes in fewer bits. [BOUND-OUT]"""
 
+# numpy types a matrix product as Any.
+# mypy: disable-error-code="no-any-return"
+
 from collections.abc import Callable
 
 import numpy as np
 
-from attnconform.conformance.bounds.block import Array
+from attnconform.conformance.bounds.block import Array, Mask
 from attnconform.conformance.bounds.numerics import FORMATS, Numerics
 
 
 def sum_row(x: Array) -> Array:
     """Sums over keys, kept as a column."""
-    total: Array = x.sum(1, keepdims=True)
-    return total
+    return np.asarray(x.sum(1, keepdims=True))
+
+
+def any_in_row(x: Mask) -> Mask:
+    """Whether it holds for some key, kept as a column."""
+    return np.asarray(x.any(1, keepdims=True))
+
+
+def any_in_column(x: Mask) -> Mask:
+    """Whether it holds for some row, as a column over keys."""
+    return np.asarray(x.any(0))[:, None]
 
 
 def compound(x: Array | float) -> Array:
@@ -70,7 +82,7 @@ def lse_rounding(numerics: Numerics, lse: Array) -> Array:
     return half_ulp(np.abs(lse), stored.u, stored.eta)
 
 
-def storage_error(x: Array, u: float, eta: float) -> Array:
+def storage_error(x: Array, u: float, eta: Array | float) -> Array:
     """Error of storing x >= 0: relative u, or where that has run out eta, but never more than x itself."""
     return np.maximum(u * x, np.minimum(eta, x))
 
@@ -86,5 +98,4 @@ def operand_changes(x: Array, bits: int, truncates: bool) -> list[Array]:
 
 def largest(changes: list[Array]) -> Array:
     """Largest magnitude, element by element."""
-    magnitude: Array = np.abs(changes).max(0)
-    return magnitude
+    return np.abs(changes).max(0)

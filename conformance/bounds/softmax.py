@@ -4,6 +4,9 @@ Columns are keys, the sink (if any) the last of them; rows that see nothing are 
 is a column vector.
 """
 
+# numpy types a matrix product as Any.
+# mypy: disable-error-code="no-any-return"
+
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,7 +15,7 @@ import numpy.typing as npt
 
 from attnconform.conformance.bounds.block import Array, AttentionBlock, Mask
 from attnconform.conformance.bounds.numerics import Numerics
-from attnconform.conformance.bounds.rounding import largest, operand_changes, sum_row
+from attnconform.conformance.bounds.rounding import any_in_column, any_in_row, largest, operand_changes, sum_row
 
 
 @dataclass(frozen=True)
@@ -50,15 +53,26 @@ class Softmax:
     keep: Array  # dropout: keep mask / (1 - rate)
     sm_scale: float
     cap: float | None
-    has_sink: bool
-    head_of_row: npt.NDArray[np.intp]
     num_heads: int
-    num_rows: int  # listed rows, empty ones included
-    visible: Mask  # which listed rows these are
+    head_of_row: npt.NDArray[np.intp]
+    visible: Mask  # which of the listed rows these are
     exps: Array  # p = e^(s - m)
     row_max: Array  # m
-    row_sum: Array  # l
-    num_keys: Array  # n
+
+    @property
+    def num_rows(self) -> int:
+        """All listed rows, empty ones included."""
+        return len(self.visible)
+
+    @cached_property
+    def num_keys(self) -> Array:
+        """n."""
+        return sum_row(self.mask.astype(np.float64))
+
+    @cached_property
+    def row_sum(self) -> Array:
+        """l."""
+        return sum_row(self.exps)
 
     @cached_property
     def weights(self) -> Array:
@@ -106,7 +120,7 @@ class Softmax:
     @cached_property
     def is_flat(self) -> Mask:
         """Every logit is exactly 0 (q = 0): every p is exactly 1 and sums of them are integers."""
-        return ~((self.dot_size > 0) | (self.scores != 0)).any(1, keepdims=True)
+        return ~any_in_row((self.dot_size > 0) | (self.scores != 0))
 
     @cached_property
     def spread(self) -> Array:
@@ -130,42 +144,39 @@ class Softmax:
 
 def compute_softmax(block: AttentionBlock) -> Softmax:
     """Exact weights of the rows that see a key or a sink."""
-    mask, scores = block.mask, np.where(block.mask, block.scores, 0.0)
-    seen = mask.any(0)[:, None]
-    k, v = np.where(seen, block.k, 0.0), np.where(seen, block.v, 0.0)
-    added, slope, keep = _fill(mask, block.added, 0.0), _fill(mask, block.slope, 1.0), _fill(mask, block.dropout, 1.0)
+    seen = any_in_column(block.mask)
+    k, v, mask = np.where(seen, block.k, 0.0), np.where(seen, block.v, 0.0), block.mask
+    maps = {
+        "scores": np.where(mask, block.scores, 0.0),
+        "added": _fill(mask, block.added, 0.0),
+        "slope": _fill(mask, block.slope, 1.0),
+        "keep": _fill(mask, block.dropout, 1.0),
+    }
     if block.sink is not None:
         # One more key whose k and v are 0 and whose logit is given, -inf where a row has none. [4.10]
-        is_given = np.isfinite(block.sink)
-        k, v = (np.vstack([x, np.zeros((1, x.shape[1]))]) for x in (k, v))
-        mask, scores = np.c_[mask, is_given], np.c_[scores, np.where(is_given, block.sink, 0.0)]
-        added, slope, keep = (np.c_[x, np.full(len(x), default)] for x, default in ((added, 0.0), (slope, 1.0), (keep, 1.0)))
-    visible = mask.any(1)
-    q, mask, scores, added, slope, keep = (x[visible] for x in (block.q, mask, scores, added, slope, keep))
-    _check_finite(q=q, k=k, v=v, scores=scores)
-    shifted = np.where(mask, scores, -np.inf)
+        has_sink, rows = np.isfinite(block.sink), len(mask)
+        k, v, mask = _append_zeros(k), _append_zeros(v), np.c_[mask, has_sink]
+        columns = (np.where(has_sink, block.sink, 0.0), np.zeros(rows), np.ones(rows), np.ones(rows))
+        maps = {name: np.c_[x, column] for (name, x), column in zip(maps.items(), columns, strict=True)}
+    visible = any_in_row(mask)[:, 0]
+    mask, maps = mask[visible], {name: x[visible] for name, x in maps.items()}
+    q = block.q[visible]
+    _check_finite(q=q, k=k, v=v, scores=maps["scores"])
+    shifted = np.where(mask, maps["scores"], -np.inf)
     row_max = shifted.max(1, keepdims=True, initial=-np.inf)
-    exps = np.exp(shifted - row_max)
     return Softmax(
         q=q,
         k=k,
         v=v,
         mask=mask,
-        scores=scores,
-        added=added,
-        slope=slope,
-        keep=keep,
+        **maps,
         sm_scale=block.sm_scale,
         cap=block.cap,
-        has_sink=block.sink is not None,
-        head_of_row=np.flatnonzero(visible) // max(len(visible) // block.num_heads, 1),
         num_heads=block.num_heads,
-        num_rows=len(visible),
+        head_of_row=np.flatnonzero(visible) // max(len(visible) // block.num_heads, 1),
         visible=visible,
-        exps=exps,
+        exps=np.exp(shifted - row_max),
         row_max=row_max,
-        row_sum=sum_row(exps),
-        num_keys=sum_row(mask.astype(np.float64)),
     )
 
 
@@ -187,6 +198,10 @@ def _scaled_changes(x: Array, factor: float, numerics: Numerics) -> list[Array]:
 
 def _fill(mask: Mask, x: Array | None, default: float) -> Array:
     return np.full(mask.shape, default) if x is None else np.where(mask, x, default)
+
+
+def _append_zeros(x: Array) -> Array:
+    return np.vstack([x, np.zeros((1, x.shape[1]))])
 
 
 def _check_finite(**arrays: Array) -> None:

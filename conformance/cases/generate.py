@@ -14,7 +14,10 @@ TILE_KV = 32  # the kv tile that cases ask for, small so that a short request st
 BLOCK_SIZE = 16
 MAX_DECODE_REQUESTS = 3
 HIGH_POOL_PAGES = 24  # unused pages below the used ones where page ids are to be high
-ALIBI_SLOPE, SOFT_CAP = 0.125, 1.5  # a slope this small keeps every weight of a short request above half precision's floor
+ALIBI_SLOPE, SOFT_CAP = (
+    0.125,
+    1.5,
+)  # a slope this small keeps every weight of a short request above half precision's floor
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,9 @@ def draw_lengths(draw: Draw, row: Row, page_size: int) -> Lengths:
 def query_length(draw: Draw, phase: str, request: int, seqlen_kv: int) -> int:
     """Query rows of one request; never more than its committed tokens."""
     prefill = min(seqlen_kv, 5)
-    rows = {"decode": 1, "prefill": prefill, "chunk": draw.integer(2, 4), "mixed": prefill if request == 0 else 1}[phase]
+    rows = {"decode": 1, "prefill": prefill, "chunk": draw.integer(2, 4), "mixed": prefill if request == 0 else 1}[
+        phase
+    ]
     return min(rows, seqlen_kv)
 
 

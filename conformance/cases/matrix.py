@@ -18,7 +18,11 @@ AXES = {"forward": FORWARD_AXES, "backward": BACKWARD_AXES}
 # axes whose triples are covered as well: which keys a row sees is decided by them together
 TRIPLES = {
     "forward": (("phase", "granularity", "mask"), ("lengths", "granularity", "mask"), ("sharing", "listing", "mask")),
-    "backward": (("granularity", "sharing", "mask"), ("lengths", "granularity", "mask"), ("score", "sink", "granularity")),
+    "backward": (
+        ("granularity", "sharing", "mask"),
+        ("lengths", "granularity", "mask"),
+        ("score", "sink", "granularity"),
+    ),
 }
 FIRST_SEED = 0x5EED_0000
 
@@ -28,7 +32,7 @@ def covering_rows(operation: str) -> list[dict[str, str]]:
 
     The frozen one is what the matrix uses: a library's version must not change ids.
     """
-    from covertable import make  # a development tool: needed to freeze an array, never to run one
+    from covertable.main import make  # a development tool: needed to freeze an array, never to run one
 
     factors = {axis: list(values) for axis, values in AXES[operation].items()}
     sub_models = [{"fields": list(fields), "strength": 3} for fields in TRIPLES[operation]]
@@ -114,5 +118,3 @@ def smoke_cases() -> tuple[Case, ...]:
         slug = "-".join(change.values()) or "plain"
         cases.append(named(msgspec.structs.replace(case, level="L0"), slug.replace("_", "-")))
     return tuple(cases)
-
-

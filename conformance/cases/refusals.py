@@ -25,9 +25,7 @@ SOUND = Structure(
 def with_lists(*lists: tuple[int, ...], **changes: object) -> Structure:
     """The sound problem with other lists."""
     assert SOUND.candidates is not None
-    return msgspec.structs.replace(
-        SOUND, candidates=msgspec.structs.replace(SOUND.candidates, lists=lists, **changes)
-    )
+    return msgspec.structs.replace(SOUND, candidates=msgspec.structs.replace(SOUND.candidates, lists=lists, **changes))
 
 
 def changed(**changes: object) -> Structure:
@@ -63,7 +61,10 @@ REFUSALS: dict[str, tuple[str, Structure]] = {
     "window-negative": ("MASK-WINDOW", changed(mask_rule=Window(left=-1))),
     "query-of-another-head-dim": ("SAFE-SHAPE", corrupted("q_head_dim")),
     "cache-of-another-head-count": ("SAFE-SHAPE", corrupted("kv_heads")),
-    "empty-row-refused": ("EMPTY-POLICY", msgspec.structs.replace(with_lists((-1, -1), (3, -1, 8)), empty_row="refuse")),
+    "empty-row-refused": (
+        "EMPTY-POLICY",
+        msgspec.structs.replace(with_lists((-1, -1), (3, -1, 8)), empty_row="refuse"),
+    ),
 }
 
 

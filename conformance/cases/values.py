@@ -43,8 +43,8 @@ def build_values(case: Case, problem: AttentionProblem) -> Values:
     dout = philox.normal(case.seed, DOUT_STREAM, (rows, problem.num_qo_heads, problem.head_dim_vo))
     dlse = philox.normal(case.seed, DLSE_STREAM, (rows, problem.num_qo_heads))
     dtype = case.structure.dtype
-    rounded = [round_to(x, dtype) for x in (q, k, v, dout)]
-    return Values(*rounded, dlse=round_to(dlse, "float32"))
+    q, k, v, dout = (round_to(x, dtype) for x in (q, k, v, dout))
+    return Values(q, k, v, dout, round_to(dlse, "float32"))
 
 
 def shape_values(
@@ -73,7 +73,9 @@ def shape_values(
             return along_first_axis(problem, q, k, first_key_score=LANE_SCORE, other_score=LANE_SCORE, v=v)
         case "extreme":
             signs = np.where(k[:, :, :1] > 0, 1.0, -1.0)
-            return along_first_axis(problem, q, k, first_key_score=EXTREME_SCORE, other_score=EXTREME_SCORE * signs[..., 0], v=v)
+            return along_first_axis(
+                problem, q, k, first_key_score=EXTREME_SCORE, other_score=EXTREME_SCORE * signs[..., 0], v=v
+            )
 
 
 def along_first_axis(
@@ -94,5 +96,7 @@ def along_first_axis(
     new_q[..., 0], new_q[..., 1] = along, q[..., 1]
     new_k[..., 0], new_k[..., 1] = np.asarray(other_score) / (problem.sm_scale * along), k[..., 1]
     for n in np.flatnonzero(problem.seqlen_kv > 0):
-        new_k[problem.cache.page_table[n, 0] * problem.cache.page_size, :, 0] = first_key_score / (problem.sm_scale * along)
+        new_k[problem.cache.page_table[n, 0] * problem.cache.page_size, :, 0] = first_key_score / (
+            problem.sm_scale * along
+        )
     return new_q, new_k, v

@@ -1,0 +1,35 @@
+"""Deliberate mistakes that the suite must catch, and faithful variants that it must accept.
+
+Importing this package registers all of them.
+"""
+
+from attnconform.conformance.deviations import (
+    blocks,
+    coordinates,
+    determinism,
+    empty,
+    gqa,
+    gradients,
+    lse,
+    masks,
+    merge,
+    precision,
+    safety,
+    scores,
+    sets,
+    variants,
+)
+from attnconform.conformance.deviations.deviation import (
+    DEVIATIONS,
+    FAULT_CLASSES,
+    VARIANTS,
+    Deviation,
+    FaultClass,
+    Variant,
+)
+
+AREAS = (
+    sets, coordinates, masks, blocks, scores, empty, lse, merge, gqa, gradients, safety, determinism, precision, variants,
+)  # fmt: skip
+
+__all__ = ["AREAS", "DEVIATIONS", "FAULT_CLASSES", "VARIANTS", "Deviation", "FaultClass", "Variant"]

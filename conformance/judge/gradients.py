@@ -67,7 +67,9 @@ def zero_findings(trial: Trial, observed: ObservedGradients) -> list[Finding]:
         stray = (getattr(observed, name) != 0).any(axis=2) & ~trial.selected
         if stray.any():
             slot, head = (int(i) for i in np.argwhere(stray)[0])
-            message = f"{name}[slot {slot}, head {head}] is not 0, but no row attends it ({int(stray.sum())} such slots)"
+            message = (
+                f"{name}[slot {slot}, head {head}] is not 0, but no row attends it ({int(stray.sum())} such slots)"
+            )
             findings.append(Finding(state="FAIL_gradient", clauses=("GRAD-ZERO", "GRAD-SET"), message=message))
     return findings
 
@@ -117,7 +119,8 @@ def edge_findings(trial: Trial, rows: IntArray) -> list[Finding]:
         wrong = wrong_edges(got, want)
         if wrong.any():
             slot = int(np.argmax(wrong))
-            message = f"dV used other edges than forward: row {row} head {head} slot {slot} has weight {got[slot]:.4g}, want {want[slot]:.4g}"
+            place = f"row {row} head {head} slot {slot}"
+            message = f"dV used other edges than forward: {place} has {got[slot]:.4g}, want {want[slot]:.4g}"
             clauses = ("GRAD-SET", "GRAD-SUM", "BLOCK-TRANSPOSE")
             findings.append(Finding(state="FAIL_gradient", clauses=clauses, message=message))
     return findings

@@ -43,12 +43,15 @@ def check_membership(trial: Trial) -> list[Finding]:
     weights = probe(trial)
     trial.unresolved += int(((weights.edges > 0) & ~weights.resolvable).sum())
     multiplicity = np.divide(
-        weights.observed * weights.edges, weights.expected, out=np.zeros_like(weights.observed), where=weights.expected > 0
+        weights.observed * weights.edges,
+        weights.expected,
+        out=np.zeros_like(weights.observed),
+        where=weights.expected > 0,
     )
     counted = np.rint(multiplicity)
     wanted = weights.edges > 0
     seen = wanted & weights.resolvable
-    nan = np.isnan(weights.observed).any(axis=2)
+    nan = np.asarray(np.isnan(weights.observed).any(axis=2))
     missing = seen & (counted < weights.edges)
     repeated = seen & (counted > weights.edges)
     extra = ~wanted & (weights.observed > LEAST_WEIGHT * weights.expected.max(axis=2, keepdims=True, initial=0.0))
@@ -159,5 +162,8 @@ def describe(trial: Trial, row: int, head: int, slot: int, kind: str) -> tuple[s
     if kind == "extra":
         return text, name_extra(trial, where, head, positions)
     if kind == "repeated":
-        return text, ("SET-DUPLICATE", "SET-ALIAS") if trial.problem.candidates is not None else ("SET-ALIAS", "COORD-SLOT")
+        return text, ("SET-DUPLICATE", "SET-ALIAS") if trial.problem.candidates is not None else (
+            "SET-ALIAS",
+            "COORD-SLOT",
+        )
     return text, name_missing(trial, where, head, int(positions[0]))

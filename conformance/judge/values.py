@@ -47,10 +47,10 @@ class Comparison:
         ratio = self.ratio(bound)
         at = np.unravel_index(int(ratio.argmax()), ratio.shape)
         place = ", ".join(str(int(i)) for i in at)
-        over = int((ratio > 1).sum())
+        over, error = int((ratio > 1).sum()), abs(self.got[at] - self.want[at])
         return (
-            f"{self.name}[{place}] is {self.got[at]:.9g}, want {self.want[at]:.9g}, error {abs(self.got[at] - self.want[at]):.3g} "
-            f"is {ratio[at]:.3g} x the bound {bound[at]:.3g} ({over} of {ratio.size} elements over)"
+            f"{self.name}[{place}] is {self.got[at]:.9g}, want {self.want[at]:.9g}, error {error:.3g} is "
+            f"{ratio[at]:.3g} x the bound {bound[at]:.3g} ({over} of {ratio.size} elements over)"
         )
 
 
@@ -99,7 +99,9 @@ def judge_comparisons(
         elif comparison.probable_ratio > 1:
             times = 1 + exceeds(trial, name)
             kind = state if times >= SEEDS_TO_FAIL else "QUALITY"
-            text = f"{comparison.message(comparison.probable)}; probabilistic bound, exceeded on {times} of {SEEDS} seeds"
+            text = (
+                f"{comparison.message(comparison.probable)}; probabilistic bound, exceeded on {times} of {SEEDS} seeds"
+            )
             findings.append(Finding(state=kind, clauses=("BOUND-PROBABILISTIC", *clauses), message=text))
     return findings
 

@@ -6,12 +6,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from attnconform.conformance.cases.structure import Case
+from attnconform.conformance.cases.structure import Case, Dtype
 from attnconform.conformance.judge.verdict import NOT_RUN, CaseResult
 from attnconform.conformance.report.text import finding_text, repro_command
 from attnconform.conformance.results import Verdict
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16", "float16")
 MAX_FAILURES = 20
 
 

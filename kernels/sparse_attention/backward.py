@@ -1,4 +1,4 @@
-"""Gradients of sparse attention from what the forward saved: its lists and its lse, never a new selection. [GRAD-FORMULA]
+"""Gradients of sparse attention from what the forward saved, its lists and its lse: never a new selection. [GRAD-SET]
 
 For every edge (row i, key j) of the plan, with s0 = sm_scale * q.k and s the score after the score rules:
     P = exp(s - lse)      delta = dout.out - dlse      dS0 = P * (dout.v - delta) * ds/ds0
@@ -11,7 +11,7 @@ dQ goes with the queries over the forward's tasks. dK and dV are either added at
 to build, sums in any order) or gathered per slot over the transposed lists (`kv_centric`, bitwise repeatable); a hint
 that never changes the edges. All sums are float32; P and dS are rounded to the storage dtype before a product, as in
 the forward. A row without keys takes part in nothing, whatever its dout holds; a slot that no row selects gets
-exactly 0. No gradient reaches indices or masks. [GRAD-SET, EMPTY-GRAD, GRAD-ZERO, LSE-SINK, GQA-MAP]
+exactly 0. No gradient reaches indices or masks. [GRAD-FORMULA, GRAD-SUM, GRAD-ZERO, GRAD-LSE, EMPTY-GRAD]
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _add_key_gradients(plan: Plan, inputs: RowInputs, dq: Tensor, dk: Tensor, dv
 
 
 def _compute_dsink(plan: Plan, lse: Tensor, delta: Tensor) -> Tensor | None:
-    """A sink has no value: its probability times what it takes from the other keys. [LSE-SINK]"""
+    """A sink has no value: its probability times what it takes from the other keys. [GRAD-SINK]"""
     if plan.sink_logits is None:
         return None
     return -(torch.exp(plan.sink_logits - lse) * delta).sum(0)

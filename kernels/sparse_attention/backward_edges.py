@@ -46,7 +46,7 @@ def weigh_edges(
     delta,  # of rows
     is_admitted,
 ):
-    """Probabilities, and gradients of the scores before the score rules; both exactly 0 where not admitted. [GRAD-FORMULA]"""
+    """Probabilities, and gradients of the scores before the score rules; exactly 0 where not admitted. [GRAD-FORMULA]"""
     probs = tl.where(is_admitted, tl.exp2((scores - lse) * LOG2_E), 0.0)
     score_grads = tl.where(is_admitted, probs * (value_products - delta) * slope, 0.0)
     return probs, score_grads

@@ -1,4 +1,4 @@
-"""KV-centric backward: dK and dV of each slot tile by one program, over everyone who selected it. [GRAD-SUM, DETERMINISM-RUN]
+"""KV-centric backward: dK and dV of each slot tile by one program, over everyone who selected it. [GRAD-SUM]
 
 A program holds one tile of K and V and walks the pairs of its item (`backward_transpose`): it gathers the readers' q
 and dout rows, forms the edges again from the saved lse, and sums P^T dO and dS^T Q in registers. Where a reader has few

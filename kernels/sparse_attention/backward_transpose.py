@@ -109,7 +109,7 @@ def transpose_plan(
     tile_m: int | None = None,
     rows_per_item: int | None = None,
 ) -> TransposedPlan:
-    """The KV-centric work of a plan; the keywords are hints that never change which edges count. [GRAD-FORMULA]
+    """The KV-centric work of a plan; the keywords are hints that never change which edges count. [GRAD-SET]
 
     May be built once and used by every layer and step that uses the plan. Reads sizes back from the device.
     Raises ValueError where a tile is not a power of two from 16 up.

@@ -1,9 +1,9 @@
 """Forward attention over the tasks of a plan: decode and prefill, paged, listed or dense, with rules fused in.
 
-One program handles one task: it loads its query rows once (rows times the heads of a group, the M dimension), then walks
-its keys in packed tiles: any tokens of any pages, gathered by slot, so a tile is full whatever the page size. Online
-softmax runs in base 2 and float32. Keys that every row of the task admits need no mask and have a loop of their own.
-A long run of keys is several tasks whose partial states (max, sum, unnormalized output) a second kernel merges.
+One program handles one task: it loads its query rows once (rows times the heads of a group, the M dimension), then
+walks its keys in packed tiles: any tokens of any pages, gathered by slot, so a tile is full whatever the page size.
+Online softmax runs in base 2 and float32. Keys that every row of the task admits need no mask and have a loop of their
+own. A long run of keys is several tasks whose partial states (max, sum, unnormalized output) a second kernel merges.
 
 Slots outside what a task's rows may see are never read, so bytes that no request owns never matter, NaN included. Rows
 of one task share their reads: a slot that only some of them see must hold finite numbers. [MASK-INTERFERENCE]
@@ -486,8 +486,9 @@ def merge_states_kernel(
     PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
     """Merges two normalized states of one row and head."""
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
+    one = tl.arange(0, 1)
+    row = tl.program_id(0).to(tl.int64) + one
+    head = tl.program_id(1).to(tl.int64) + one
     dim = tl.arange(0, PADDED_DIM)
     is_dim = dim < HEAD_DIM
     lse_a = tl.load(lse_a_ptr + row * lse_a_strides[0] + head * lse_a_strides[1]).to(tl.float32)

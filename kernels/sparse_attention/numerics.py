@@ -16,22 +16,20 @@ LN_2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def widen(x):
     """x in float32, exactly."""
-    if IS_INTERPRETED:
-        if x.dtype == tl.bfloat16:
-            return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    if IS_INTERPRETED and x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return x.to(tl.float32)
 
 
 @triton.jit
-def narrow(x, DTYPE: tl.constexpr):
-    """Float32 x rounded to nearest even in DTYPE."""
-    if IS_INTERPRETED:
-        if DTYPE == tl.bfloat16:
-            bits = x.to(tl.uint32, bitcast=True)
-            rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-            quiet_nan = (bits >> 16) | 0x40
-            return tl.where(x == x, rounded, quiet_nan).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    return x.to(DTYPE)
+def narrow(x, dtype: tl.constexpr):
+    """Float32 x rounded to nearest even in dtype."""
+    if IS_INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        quiet_nan = (bits >> 16) | 0x40
+        return tl.where(x == x, rounded, quiet_nan).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return x.to(dtype)
 
 
 @triton.jit

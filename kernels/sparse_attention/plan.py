@@ -18,7 +18,6 @@ from torch import Tensor
 
 from attnconform.kernels.sparse_attention.candidates import (
     CandidateLists,
-    CanonicalLists,
     build_lists,
     check_indptr,
     cut_row_blocks,

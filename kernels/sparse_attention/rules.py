@@ -156,7 +156,9 @@ def lower_mask(rule: MaskRule | None, rows: QueryRows) -> LoweredMask:
     parts = rule.rules if isinstance(rule, And) else () if rule is None else (rule,)
     customs = [part for part in parts if isinstance(part, Custom)]
     if len(customs) > 1:
-        raise PlanError("MASK-COMPOSE", "mask_rule", len(customs), "one Custom rule per plan; join them in one function")
+        raise PlanError(
+            "MASK-COMPOSE", "mask_rule", len(customs), "one Custom rule per plan; join them in one function"
+        )
     committed = (torch.zeros_like(rows.seqlen_kv)[None], rows.seqlen_kv[None])
     allowed = [_allowed_intervals(part, rows) for part in parts if not isinstance(part, Custom)]
     starts, ends = reduce(_intersect, allowed, committed)

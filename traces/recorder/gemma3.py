@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import gguf
 import torch
 import torch.nn.functional as F
 
@@ -147,6 +146,8 @@ def attend(
 
 def load(path: Path) -> tuple[Gemma3, Tokenizer]:
     """The model and its tokenizer, from a GGUF file of architecture gemma3."""
+    import gguf  # here, because the pass itself needs torch alone
+
     reader = gguf.GGUFReader(path)
     meta = {name: field for name, field in reader.fields.items()}
     architecture = meta["general.architecture"].contents()

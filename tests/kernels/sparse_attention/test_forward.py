@@ -1,4 +1,4 @@
-"""The forward kernels against a float64 oracle written from the contract alone, in the Triton interpreter or on a GPU."""
+"""The forward kernels against a float64 oracle written from the contract, interpreted or on a GPU."""
 
 import math
 import os
@@ -11,11 +11,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
+import triton
+import triton.language as tl
 
-from attnconform.kernels.sparse_attention import CandidateLists, PlanError, merge_states, plan, run  # noqa: E402
-from attnconform.kernels.sparse_attention.rules import (  # noqa: E402
+from attnconform.kernels.sparse_attention import CandidateLists, PlanError, merge_states, plan, run
+from attnconform.kernels.sparse_attention.rules import (
     Alibi,
     And,
     Causal,
@@ -38,8 +38,8 @@ LARGE = 1e4
 class Case:
     """One call, with numbers; `entries[n][b][l]` is the list of request n, row block b, head list l as given."""
 
-    seqlen_q: tuple[int, ...] = (5, 0, 1, 7)
-    seqlen_kv: tuple[int, ...] = (37, 0, 21, 5)  # the last request has more rows than keys
+    seqlen_q: tuple[int, ...] = (3, 0, 1, 5)
+    seqlen_kv: tuple[int, ...] = (27, 0, 18, 3)  # the last request has more rows than keys
     num_qo_heads: int = 4
     num_kv_heads: int = 2
     head_dim_qk: int = 64
@@ -181,30 +181,30 @@ def to_lists(case: Case) -> CandidateLists | None:
 
 
 def build_plan(case: Case, **changes):
-    options = dict(
-        qo_indptr=torch.as_tensor(case.qo_indptr),
-        seqlen_kv=list(case.seqlen_kv),
-        page_table=torch.from_numpy(case.page_table),
-        page_size=case.page_size,
-        num_pages=case.num_pages,
-        num_qo_heads=case.num_qo_heads,
-        num_kv_heads=case.num_kv_heads,
-        head_dim_qk=case.head_dim_qk,
-        head_dim_vo=case.head_dim_vo,
-        sm_scale=SCALE,
-        dtype=case.dtype,
-        device=DEVICE,
-        q_offset=case.q_offset,
-        candidates=to_lists(case),
-        window=case.window,
-        num_sink_tokens=case.num_sink_tokens,
-        mask_rule=case.mask_rule,
-        score_rules=case.score_rules,
-        sink_logits=None if case.sink_logits is None else torch.tensor(case.sink_logits),
-        num_kv_splits=case.num_kv_splits,
-        tile_kv=case.tile_kv,
-        layout=case.layout,
-    )
+    options = {
+        "qo_indptr": torch.as_tensor(case.qo_indptr),
+        "seqlen_kv": list(case.seqlen_kv),
+        "page_table": torch.from_numpy(case.page_table),
+        "page_size": case.page_size,
+        "num_pages": case.num_pages,
+        "num_qo_heads": case.num_qo_heads,
+        "num_kv_heads": case.num_kv_heads,
+        "head_dim_qk": case.head_dim_qk,
+        "head_dim_vo": case.head_dim_vo,
+        "sm_scale": SCALE,
+        "dtype": case.dtype,
+        "device": DEVICE,
+        "q_offset": case.q_offset,
+        "candidates": to_lists(case),
+        "window": case.window,
+        "num_sink_tokens": case.num_sink_tokens,
+        "mask_rule": case.mask_rule,
+        "score_rules": case.score_rules,
+        "sink_logits": None if case.sink_logits is None else torch.tensor(case.sink_logits),
+        "num_kv_splits": case.num_kv_splits,
+        "tile_kv": case.tile_kv,
+        "layout": case.layout,
+    }
     return plan(**{**options, **changes})
 
 
@@ -239,7 +239,7 @@ def assert_near_oracle(case: Case, out: torch.Tensor, lse: torch.Tensor) -> None
     assert (error <= bound).all(), f"out: worst {np.nanmax(error)}, NaN {np.isnan(error).sum()}"
     is_empty = np.isneginf(want_lse)
     assert np.array_equal(np.isneginf(lse.numpy()), is_empty)
-    error = np.abs(lse.double().numpy() - want_lse)[~is_empty]
+    error = np.abs(lse.double().numpy()[~is_empty] - want_lse[~is_empty])
     assert (error <= 2e-5).all(), f"lse: worst {error.max()}"
 
 
@@ -252,11 +252,13 @@ RAGGED_RULES = {
     "causal": Causal(),
     "window": Window(left=6, right=2),
     "left_window": Window(left=4),
-    "prefix": PrefixLM((20, 0, 3, 2)),
-    "document": Document(((0, 9, 33, 35), (0,), (0, 20), (2, 4))),
-    "causal_document": And((Causal(), Document(((0, 9, 33, 35), (0,), (0, 20), (2, 4))))),
-    "window_or_prefix": Or((And((Window(left=3), Causal())), Window(left=36, right=-0), PrefixLM((4, 0, 2, 1)))),
-    "sink_and_window": And((Causal(), Or((Window(left=5), PrefixLM((3, 0, 3, 3)), Document(((0, 2), (0,), (0,), (0,))))))),
+    "prefix": PrefixLM((20, 0, 3, 1)),
+    "document": Document(((0, 9, 24, 26), (0,), (0, 20), (1, 2))),
+    "causal_document": And((Causal(), Document(((0, 9, 24, 26), (0,), (0, 20), (1, 2))))),
+    "window_or_prefix": Or((And((Window(left=3), Causal())), Window(left=26, right=0), PrefixLM((4, 0, 2, 1)))),
+    "sink_and_window": And(
+        (Causal(), Or((Window(left=5), PrefixLM((3, 0, 3, 3)), Document(((0, 2), (0,), (0,), (0,))))))
+    ),
 }
 
 
@@ -311,7 +313,7 @@ def test_window_and_sink_positions_join_the_list_of_each_row_alone(q_block_size,
 def test_split_count_changes_nothing(splits):
     sinks = (0.5, -1.0, 3.0, 0.0)
     check(Case(num_kv_splits=splits, mask_rule=Causal(), sink_logits=sinks))
-    check(Case(num_kv_splits=splits, sharing="kv_head", seed=1, seqlen_kv=(90, 0, 21, 5)))
+    check(Case(num_kv_splits=splits, sharing="kv_head", seed=1, seqlen_kv=(50, 0, 18, 3)))
 
 
 @pytest.mark.parametrize("page_size", [1, 8, 16, 48])
@@ -320,16 +322,18 @@ def test_page_size_changes_nothing(page_size):
     check(Case(page_size=page_size, sharing="shared", block_size=4))
 
 
-@pytest.mark.parametrize("head_dim_qk, head_dim_vo", [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (96, 64)])
+@pytest.mark.parametrize(
+    ("head_dim_qk", "head_dim_vo"), [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (96, 64)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_head_dim_and_dtype(head_dim_qk, head_dim_vo, dtype):
-    shape = dict(head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo, dtype=dtype)
+    shape = {"head_dim_qk": head_dim_qk, "head_dim_vo": head_dim_vo, "dtype": dtype}
     check(Case(seqlen_q=(3, 1), seqlen_kv=(20, 17), mask_rule=Causal(), num_kv_splits=2, **shape))
 
 
-@pytest.mark.parametrize("num_qo_heads, num_kv_heads", [(4, 4), (6, 2), (7, 1), (14, 2)])
+@pytest.mark.parametrize(("num_qo_heads", "num_kv_heads"), [(4, 4), (6, 2), (7, 1), (14, 2)])
 def test_query_heads_of_any_group_size_read_their_kv_head(num_qo_heads, num_kv_heads):
-    heads = dict(num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads)
+    heads = {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads}
     check(Case(mask_rule=Causal(), **heads))
     check(Case(sharing="kv_head", q_block_size=4, **heads))
 
@@ -362,21 +366,24 @@ def test_empty_row_gives_zero_out_and_minus_inf_lse_and_leaves_its_neighbours(em
     holed = replace(full, entries=[[[[-1, -1]] if r == empty else row for r, row in enumerate(entries[0])]])
     (full_out, full_lse), (out, lse) = run_case(full), run_case(holed)
     others = [r for r in range(3) if r != empty]
-    assert (out[empty] == 0).all() and torch.isneginf(lse[empty]).all()
-    assert torch.equal(out[others], full_out[others]) and torch.equal(lse[others], full_lse[others])
+    assert (out[empty] == 0).all()
+    assert torch.isneginf(lse[empty]).all()
+    assert torch.equal(out[others], full_out[others])
+    assert torch.equal(lse[others], full_lse[others])
 
 
 def test_row_that_the_mask_empties_inside_a_tile_is_zero():
     case = Case(seqlen_q=(7,), seqlen_kv=(5,), mask_rule=Causal())
     out, lse = run_case(case)
-    assert (out[:2] == 0).all() and torch.isneginf(lse[:2]).all()
+    assert (out[:2] == 0).all()
+    assert torch.isneginf(lse[:2]).all()
     assert_near_oracle(case, out, lse)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
 def test_sink_logit_joins_the_denominator_once(splits):
     sinks = (0.5, -1.0, 30.0, -40.0)
-    check(Case(sharing="kv_head", sink_logits=sinks, num_kv_splits=splits, seqlen_kv=(60, 0, 21, 5)))
+    check(Case(sharing="kv_head", sink_logits=sinks, num_kv_splits=splits, seqlen_kv=(40, 0, 18, 3)))
 
 
 def test_empty_row_with_a_sink_has_the_sink_logit_as_lse():
@@ -438,8 +445,11 @@ def test_strides_of_every_tensor_are_honoured():
     lse = torch.full((6, len(case.q)), math.nan, device=DEVICE)
     for v_cache in (pool[:, 1], odd_pool[..., 1]):
         run(build_plan(case), q, pool[:, 0], v_cache, out=out[:, 1:, 2:66], lse=lse[:4].T)
-        assert torch.equal(out[:, 1:, 2:66].cpu(), want_out) and torch.equal(lse[:4].T.cpu(), want_lse)
-        assert out[:, 0].isnan().all() and out[:, :, :2].isnan().all() and out[:, :, 66].isnan().all()
+        assert torch.equal(out[:, 1:, 2:66].cpu(), want_out)
+        assert torch.equal(lse[:4].T.cpu(), want_lse)
+        assert out[:, 0].isnan().all()
+        assert out[:, :, :2].isnan().all()
+        assert out[:, :, 66].isnan().all()
         assert lse[4:].isnan().all()
 
 
@@ -458,7 +468,8 @@ def test_pages_far_up_in_a_large_pool_are_reached():
 
 def test_batch_without_requests_or_rows_launches_nothing():
     out, lse = run_case(Case(seqlen_q=(0, 0), seqlen_kv=(0, 9)))
-    assert out.shape == (0, 4, 64) and lse.shape == (0, 4)
+    assert out.shape == (0, 4, 64)
+    assert lse.shape == (0, 4)
 
 
 def test_run_again_gives_the_same_bits_and_leaves_its_inputs():
@@ -487,7 +498,9 @@ def test_editing_sink_logits_needs_no_new_plan():
     sinks = torch.zeros(4, device=DEVICE)
     prepared = build_plan(case, sink_logits=sinks)
     sinks.fill_(9.0)
-    assert_near_oracle(case, *(t.cpu() for t in run(prepared, case.q.to(DEVICE), paged(case, case.k), paged(case, case.v))))
+    assert_near_oracle(
+        case, *(t.cpu() for t in run(prepared, case.q.to(DEVICE), paged(case, case.k), paged(case, case.v)))
+    )
 
 
 def test_q_of_zeros_counts_the_keys_exactly():
@@ -498,7 +511,7 @@ def test_q_of_zeros_counts_the_keys_exactly():
     assert torch.equal(lse.exp().round().long(), torch.tensor([[48], [49], [50]]).expand(3, 4))
 
 
-@pytest.mark.parametrize("name, index", [("q", 0), ("k_cache", 1), ("v_cache", 2)])
+@pytest.mark.parametrize(("name", "index"), [("q", 0), ("k_cache", 1), ("v_cache", 2)])
 def test_tensor_of_another_shape_or_dtype_than_planned_is_refused(name, index):
     case = Case()
     tensors = [case.q.to(DEVICE), paged(case, case.k), paged(case, case.v)]
@@ -527,9 +540,11 @@ def test_empty_state_is_the_identity_of_merging_whatever_its_output_holds():
     out, lse = (t.to(DEVICE) for t in run_case(Case(seqlen_q=(2,), seqlen_kv=(12,))))
     nothing, minus_inf = torch.full_like(out, math.nan), torch.full_like(lse, -math.inf)
     for merged in (merge_states(out, lse, nothing, minus_inf), merge_states(nothing, minus_inf, out, lse)):
-        assert torch.equal(merged[0], out) and torch.equal(merged[1], lse)
+        assert torch.equal(merged[0], out)
+        assert torch.equal(merged[1], lse)
     both_out, both_lse = merge_states(nothing, minus_inf, nothing, minus_inf)
-    assert (both_out == 0).all() and torch.isneginf(both_lse).all()
+    assert (both_out == 0).all()
+    assert torch.isneginf(both_lse).all()
 
 
 def test_merging_states_of_other_shapes_is_refused():

@@ -1,0 +1,753 @@
+"""The backward kernels against float64 formulas over edges enumerated one by one, interpreted or on a GPU."""
+
+import os
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402, F401  (the interpreter looks for it beside a jit function)
+
+from attnconform.kernels.sparse_attention import CandidateLists, Plan, PlanError, plan, run  # noqa: E402
+from attnconform.kernels.sparse_attention.backward import (  # noqa: E402
+    Gradients,
+    backward,
+    sparse_attention,
+    transpose_plan,
+)
+from attnconform.kernels.sparse_attention.backward_transpose import ABSENT, list_entries, tile_slots  # noqa: E402
+from attnconform.kernels.sparse_attention.rules import (  # noqa: E402
+    Alibi,
+    And,
+    Causal,
+    Custom,
+    Document,
+    MaskRule,
+    Or,
+    ScoreRule,
+    SoftCap,
+    Window,
+)
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+MODES = ("atomic", "kv_centric")
+# Relative to the sum of absolute terms: three roundings to storage (dS or P, out, the result), and float32 chains, which
+# the size of the exponent multiplies.
+STORAGE = {torch.float32: 0.0, torch.float16: 3.1 * 2.0**-11, torch.bfloat16: 3.1 * 2.0**-8}
+CHAIN = 2.0**-19
+
+
+@triton.jit
+def refuse_thirds(q_idx, kv_idx, request, data_ptr):
+    return (q_idx + 2 * kv_idx + request) % 3 != 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """Structure of one call; `lists[k]` is what list k names, in plan order, and None means every position."""
+
+    seqlen_q: tuple[int, ...] = (3, 0, 6, 2)
+    seqlen_kv: tuple[int, ...] = (21, 9, 37, 0)
+    num_qo_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim_qk: int = 24
+    head_dim_vo: int = 16
+    page_size: int = 4
+    layout: str = "NHD"
+    dtype: torch.dtype = torch.float32
+    lists: tuple[tuple[int, ...], ...] | None = None
+    sharing: str = "kv_head"
+    q_block_size: int = 1
+    block_size: int = 1
+    window: int | None = None
+    num_sink_tokens: int = 0
+    mask_rule: MaskRule | None = None
+    score_rules: tuple[ScoreRule, ...] = ()
+    sink_logits: tuple[float, ...] | None = None
+    num_kv_splits: int | None = None
+    page_table: tuple[tuple[int, ...], ...] | None = None
+    scale_q: float = 1.0
+    seed: int = 0
+
+    @property
+    def group_size(self) -> int:
+        return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def qo_indptr(self) -> np.ndarray:
+        return np.concatenate([[0], np.cumsum(self.seqlen_q)])
+
+    @property
+    def num_pages(self) -> int:
+        return 2 + sum(-(-length // self.page_size) for length in self.seqlen_kv)
+
+    def pages(self) -> np.ndarray:
+        """Random pages, or those given; two pages of the pool belong to nobody."""
+        table = np.full((len(self.seqlen_kv), 1 + -(-max(self.seqlen_kv) // self.page_size)), -1, dtype=np.int32)
+        free = np.random.default_rng(self.seed + 1).permutation(self.num_pages).tolist()
+        for n, length in enumerate(self.seqlen_kv):
+            used = -(-length // self.page_size)
+            table[n, :used] = self.page_table[n] if self.page_table else [free.pop() for _ in range(used)]
+        return table
+
+    def edges(self) -> list[tuple[int, int, int, int, np.ndarray]]:
+        """(request, global row, query position, query head, E), by the contract's words."""
+        first_block = np.concatenate([[0], np.cumsum([-(-n // self.q_block_size) for n in self.seqlen_q])])
+        found = []
+        for n, (rows, length) in enumerate(zip(self.seqlen_q, self.seqlen_kv, strict=True)):
+            for r in range(rows):
+                i = length - rows + r
+                for h in range(self.num_qo_heads):
+                    block = int(first_block[n]) + r // self.q_block_size
+                    chosen = self._chosen(block, h, i, length)
+                    kept = [j for j in sorted(chosen) if allows(self.mask_rule, n, i, j)]
+                    found.append((n, int(self.qo_indptr[n]) + r, i, h, np.array(kept, dtype=np.int64)))
+        return found
+
+    def _chosen(self, block: int, h: int, i: int, length: int) -> set[int]:
+        if self.lists is None:
+            return set(range(length))
+        per_block, head = {
+            "query_head": (self.num_qo_heads, h),
+            "kv_head": (self.num_kv_heads, h // self.group_size),
+            "shared": (1, 0),
+        }[self.sharing]
+        named = self.lists[block * per_block + head]
+        listed = {t * self.block_size + b for t in named if t != -1 for b in range(self.block_size)}
+        window = {j for j in range(length) if 0 <= i - j < (self.window or 0)}
+        return {j for j in listed if j < length} | window | set(range(min(length, self.num_sink_tokens)))
+
+
+def draw_lists(case: Case) -> Case:
+    """Random lists with holes and duplicates in any order; about one in five is empty."""
+    rng = np.random.default_rng(case.seed + 2)
+    per_block = {"query_head": case.num_qo_heads, "kv_head": case.num_kv_heads, "shared": 1}[case.sharing]
+    lists = []
+    for rows, length in zip(case.seqlen_q, case.seqlen_kv, strict=True):
+        num_ids = -(-length // case.block_size)
+        for _ in range(-(-rows // case.q_block_size) * per_block):
+            count = 0 if num_ids == 0 or rng.random() < 0.2 else int(rng.integers(1, 2 + num_ids // 2))
+            drawn = rng.integers(0, max(1, num_ids), count)
+            lists.append(tuple(rng.permutation(np.concatenate([drawn, drawn[:2], np.full(count // 2, -1)])).tolist()))
+    return replace(case, lists=tuple(tuple(int(t) for t in row) for row in lists))
+
+
+def allows(rule: MaskRule | None, n: int, i: int, j: int) -> bool:
+    match rule:
+        case None:
+            return True
+        case Causal():
+            return j <= i
+        case Window(left, right):
+            return (left is None or i - j <= left) and (right is None or j - i <= right)
+        case Document(starts):
+            return sum(s <= i for s in starts[n]) == sum(s <= j for s in starts[n])
+        case And(rules):
+            return all(allows(part, n, i, j) for part in rules)
+        case Or(rules):
+            return any(allows(part, n, i, j) for part in rules)
+        case Custom():
+            return (i + 2 * j + n) % 3 != 0
+    raise AssertionError(rule)
+
+
+class Numbers(NamedTuple):
+    """Float64; k and v are (slots, num_kv_heads, head_dim) whatever the layout."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    dout: np.ndarray
+    dlse: np.ndarray
+
+
+class Expected(NamedTuple):
+    """Gradients, and how far from each element a kernel may be: a share of the absolute values of its terms."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    gradients: dict[str, np.ndarray]
+    bounds: dict[str, np.ndarray]
+
+
+def draw_numbers(case: Case) -> Numbers:
+    """Numbers that the storage dtype holds exactly."""
+    rng = np.random.default_rng(case.seed)
+    total_q, slots = int(case.qo_indptr[-1]), case.num_pages * case.page_size
+
+    def draw(*shape: int) -> np.ndarray:
+        return torch.from_numpy(rng.standard_normal(shape)).to(case.dtype).double().numpy()
+
+    return Numbers(
+        draw(total_q, case.num_qo_heads, case.head_dim_qk) * case.scale_q,
+        draw(slots, case.num_kv_heads, case.head_dim_qk),
+        draw(slots, case.num_kv_heads, case.head_dim_vo),
+        draw(total_q, case.num_qo_heads, case.head_dim_vo),
+        rng.standard_normal((total_q, case.num_qo_heads)).astype(np.float32).astype(np.float64),
+    )
+
+
+def expected(case: Case, numbers: Numbers) -> Expected:
+    """out, lse and every gradient, one row and head at a time."""
+    q, k, v, dout, dlse = numbers
+    pages, scale = case.pages(), case.head_dim_qk**-0.5
+    out, lse = np.zeros(dout.shape), np.full(dlse.shape, -np.inf)
+    grads = {"dq": np.zeros(q.shape), "dk": np.zeros(k.shape), "dv": np.zeros(v.shape), "dsink": np.zeros(q.shape[1])}
+    bounds = {name: np.zeros(grad.shape) for name, grad in grads.items()}
+    for n, row, i, h, keys in case.edges():
+        slots = pages[n, keys // case.page_size].astype(np.int64) * case.page_size + keys % case.page_size
+        g = h // case.group_size
+        s, slope = apply_rules(case, scale * (k[slots, g] @ q[row, h]), h, i, keys)
+        terms = np.append(np.exp(s), [] if case.sink_logits is None else np.exp(case.sink_logits[h]))
+        if terms.size == 0:
+            continue
+        lse[row, h] = np.log(terms.sum())
+        p = np.exp(s - lse[row, h])
+        out[row, h] = p @ v[slots, g]
+        delta = dout[row, h] @ out[row, h] - dlse[row, h]
+        out_size = np.abs(dout[row, h]) @ np.abs(out[row, h])
+        delta_size = out_size + abs(dlse[row, h])
+        share = STORAGE[case.dtype] + CHAIN * (1 + np.abs(s) + abs(lse[row, h]))
+        ds = p * (v[slots, g] @ dout[row, h] - delta) * slope
+        ds_bound = share * p * (np.abs(v[slots, g]) @ np.abs(dout[row, h]) + delta_size) * slope
+        for into, weight, size in ((grads, ds, np.asarray), (bounds, ds_bound, np.abs)):
+            into["dq"][row, h] += scale * weight @ size(k[slots, g])
+            np.add.at(into["dk"], (slots, g), scale * weight[:, None] * size(q[row, h]))
+        np.add.at(grads["dv"], (slots, g), p[:, None] * dout[row, h])
+        np.add.at(bounds["dv"], (slots, g), (share * p)[:, None] * np.abs(dout[row, h]))
+        if case.sink_logits is not None:
+            p_sink = np.exp(case.sink_logits[h] - lse[row, h])
+            grads["dsink"][h] -= p_sink * delta
+            rounded_out = STORAGE[case.dtype] / 3 * out_size
+            bounds["dsink"][h] += p_sink * (rounded_out + CHAIN * (1 + abs(lse[row, h])) * delta_size)
+    return Expected(out, lse, grads, bounds)
+
+
+def apply_rules(case: Case, s: np.ndarray, h: int, i: int, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    slope = np.ones_like(s)
+    for rule in case.score_rules:
+        if isinstance(rule, Alibi):
+            s = s + np.float64(np.float32(rule.slopes[h])) * (keys - i)
+        else:
+            cap = np.float64(np.float32(rule.cap))
+            slope = slope * (1 - np.tanh(s / cap) ** 2)
+            s = cap * np.tanh(s / cap)
+    return s, slope
+
+
+def make_plan(case: Case) -> Plan:
+    candidates = None
+    if case.lists is not None:
+        candidates = CandidateLists(
+            granularity="token" if case.block_size == 1 else "block",
+            sharing=case.sharing,
+            indptr=torch.tensor(np.cumsum([0, *map(len, case.lists)]), device=DEVICE),
+            indices=torch.tensor([t for row in case.lists for t in row], dtype=torch.int64, device=DEVICE),
+            block_size=case.block_size,
+            q_block_size=case.q_block_size,
+        )
+    sinks = None if case.sink_logits is None else torch.tensor(case.sink_logits, device=DEVICE)
+    return plan(
+        qo_indptr=case.qo_indptr.tolist(),
+        seqlen_kv=list(case.seqlen_kv),
+        page_table=torch.from_numpy(case.pages()).to(DEVICE),
+        page_size=case.page_size,
+        num_pages=case.num_pages,
+        num_qo_heads=case.num_qo_heads,
+        num_kv_heads=case.num_kv_heads,
+        head_dim_qk=case.head_dim_qk,
+        head_dim_vo=case.head_dim_vo,
+        sm_scale=case.head_dim_qk**-0.5,
+        dtype=case.dtype,
+        device=DEVICE,
+        candidates=candidates,
+        window=case.window,
+        num_sink_tokens=case.num_sink_tokens,
+        mask_rule=case.mask_rule,
+        score_rules=case.score_rules,
+        sink_logits=sinks,
+        num_kv_splits=case.num_kv_splits,
+        tile_kv=16,
+        layout=case.layout,
+    )
+
+
+class Tensors(NamedTuple):
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor
+
+
+def to_cache(case: Case, by_slot: np.ndarray) -> torch.Tensor:
+    cache = torch.from_numpy(by_slot).reshape(case.num_pages, case.page_size, case.num_kv_heads, -1)
+    cache = cache if case.layout == "NHD" else cache.transpose(1, 2)
+    return cache.to(DEVICE, case.dtype).contiguous()
+
+
+def to_slots(case: Case, cache: torch.Tensor) -> np.ndarray:
+    cache = cache if case.layout == "NHD" else cache.transpose(1, 2)
+    return cache.reshape(case.num_pages * case.page_size, case.num_kv_heads, -1).double().cpu().numpy()
+
+
+def to_tensors(case: Case, numbers: Numbers) -> Tensors:
+    return Tensors(
+        torch.from_numpy(numbers.q).to(DEVICE, case.dtype),
+        to_cache(case, numbers.k),
+        to_cache(case, numbers.v),
+        torch.from_numpy(numbers.dout).to(DEVICE, case.dtype),
+        torch.from_numpy(numbers.dlse).to(DEVICE, torch.float32),
+    )
+
+
+def differentiate(case: Case, tensors: Tensors, *, the_plan: Plan | None = None, **options: object) -> Gradients:
+    """Forward, then backward."""
+    the_plan = the_plan or make_plan(case)
+    q, k, v, dout, dlse = tensors
+    out, lse = run(the_plan, q, k, v)
+    return backward(the_plan, q, k, v, out, lse, dout, **{"dlse": dlse, **options})
+
+
+def check_gradients(case: Case, numbers: Numbers, got: Gradients) -> None:
+    """Each gradient alone, each element against its own scale; where there is no term, exactly 0."""
+    want = expected(case, numbers)
+    found = {"dq": got.dq.double().cpu().numpy(), "dk": to_slots(case, got.dk), "dv": to_slots(case, got.dv)}
+    if got.dsink is not None:
+        found["dsink"] = got.dsink.double().cpu().numpy()
+    for name, value in found.items():
+        excess = np.abs(value - want.gradients[name]) - want.bounds[name]
+        assert np.all(excess <= 0), f"{name}: {np.argwhere(~(excess <= 0))[:5].tolist()} off by {np.nanmax(excess)}"
+
+
+def check_case(case: Case, **options: object) -> None:
+    numbers = draw_numbers(case)
+    check_gradients(case, numbers, differentiate(case, to_tensors(case, numbers), **options))
+
+
+SPARSE = Case(window=3, num_sink_tokens=2, mask_rule=Causal(), sink_logits=(0.3, -1.0, 1.5, 0.0))
+
+
+def test_the_oracle_agrees_with_central_differences() -> None:
+    case = draw_lists(replace(SPARSE, score_rules=(Alibi((0.1, 0.2, 0.3, 0.4)), SoftCap(2.0))))
+    numbers = draw_numbers(case)
+    rng, step = np.random.default_rng(7), 1e-5
+
+    def loss(numbers: Numbers, sinks: tuple[float, ...]) -> float:
+        got = expected(replace(case, sink_logits=sinks), numbers)
+        return float((got.out * numbers.dout).sum() + (got.lse * numbers.dlse).sum())
+
+    want = expected(case, numbers).gradients
+    for name, field in (("dq", "q"), ("dk", "k"), ("dv", "v")):
+        direction = rng.standard_normal(want[name].shape)
+        ends = [numbers._replace(**{field: getattr(numbers, field) + sign * step * direction}) for sign in (1, -1)]
+        slope = (loss(ends[0], case.sink_logits) - loss(ends[1], case.sink_logits)) / (2 * step)
+        assert slope == pytest.approx((want[name] * direction).sum(), rel=1e-7)
+    for h in range(4):
+        moved = [tuple(s + sign * step * (g == h) for g, s in enumerate(case.sink_logits)) for sign in (1, -1)]
+        slope = (loss(numbers, moved[0]) - loss(numbers, moved[1])) / (2 * step)
+        assert slope == pytest.approx(want["dsink"][h], rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_tolerance_notices_one_missing_edge_in_every_gradient(dtype: torch.dtype) -> None:
+    case = replace(SPARSE, dtype=dtype, sharing="query_head", lists=tuple(((3, 5, 7),) * 44))
+    numbers = draw_numbers(case)
+    short = replace(case, lists=((3, 5), *case.lists[1:]))
+    want, without = expected(case, numbers), expected(short, numbers)
+    for name, gradient in want.gradients.items():
+        assert np.any(np.abs(gradient - without.gradients[name]) > 2 * want.bounds[name]), name
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("q_block_size", [1, 4])
+@pytest.mark.parametrize("sharing", ["query_head", "kv_head", "shared"])
+def test_every_sharing_with_window_sinks_holes_and_duplicates(sharing: str, q_block_size: int, mode: str) -> None:
+    layout = "HND" if q_block_size == 4 else "NHD"
+    check_case(draw_lists(replace(SPARSE, sharing=sharing, q_block_size=q_block_size, layout=layout)), mode=mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_listed_blocks_give_gradients_to_their_committed_tokens(mode: str) -> None:
+    check_case(draw_lists(Case(block_size=8, q_block_size=2, page_size=8, sharing="query_head", seed=3)), mode=mode)
+
+
+RULES: dict[str, tuple[MaskRule | None, tuple[ScoreRule, ...]]] = {
+    "causal_window": (And((Causal(), Window(left=5))), ()),
+    "window_without_bound": (Window(left=4, right=2), ()),
+    "document": (And((Causal(), Document(((0, 8, 19), (0,), (0, 30, 35), (0,))))), ()),
+    "two_intervals": (And((Causal(), Or((Window(right=-0, left=3), Document(((0, 2), (0,), (0, 6), (0,))))))), ()),
+    "custom": (And((Causal(), Custom(refuse_thirds))), ()),
+    "alibi": (Causal(), (Alibi((0.5, 0.25, 0.125, -0.3)),)),
+    "softcap": (None, (SoftCap(1.5),)),
+    "alibi_then_softcap": (Causal(), (Alibi((0.5, 0.25, 0.125, -0.3)), SoftCap(2.0))),
+    "softcap_then_alibi": (Causal(), (SoftCap(2.0), Alibi((0.5, 0.25, 0.125, -0.3)))),
+    "softcap_twice": (None, (SoftCap(3.0), SoftCap(1.0))),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rules", RULES)
+def test_every_rule_over_all_positions(rules: str, mode: str) -> None:
+    mask_rule, score_rules = RULES[rules]
+    check_case(Case(mask_rule=mask_rule, score_rules=score_rules, scale_q=3.0), mode=mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rules", ["document", "custom", "alibi_then_softcap"])
+def test_rules_over_lists(rules: str, mode: str) -> None:
+    mask_rule, score_rules = RULES[rules]
+    case = Case(mask_rule=mask_rule, score_rules=score_rules, sharing="shared", q_block_size=2, window=2, seed=5)
+    check_case(draw_lists(case), mode=mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("num_kv_splits", [2, 3, 8])
+def test_forward_splits_do_not_change_gradients(num_kv_splits: int, mode: str) -> None:
+    case = Case(num_kv_splits=num_kv_splits, mask_rule=Causal(), sink_logits=(0.0, 1.0, -2.0, 0.5), seed=9)
+    check_case(case, mode=mode)
+    check_case(draw_lists(replace(SPARSE, num_kv_splits=num_kv_splits)), mode=mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_storage(dtype: torch.dtype, mode: str) -> None:
+    check_case(draw_lists(replace(SPARSE, dtype=dtype, seed=11)), mode=mode)
+    check_case(Case(dtype=dtype, mask_rule=Causal(), score_rules=(SoftCap(4.0),), seed=12), mode=mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("num_qo_heads", "num_kv_heads"), [(6, 2), (3, 1), (2, 2)])
+def test_head_groups(num_qo_heads: int, num_kv_heads: int, mode: str) -> None:
+    heads = Case(num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, mask_rule=Causal(), seed=13)
+    check_case(draw_lists(replace(heads, sharing="kv_head", q_block_size=3)), mode=mode)
+    check_case(heads, mode=mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("head_dim_qk", "head_dim_vo"), [(16, 40), (80, 16), (1, 3)])
+def test_unequal_head_dims(head_dim_qk: int, head_dim_vo: int, mode: str) -> None:
+    case = Case(seqlen_q=(4,), seqlen_kv=(19,), head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo, seed=14)
+    check_case(draw_lists(case), mode=mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("page_size", [1, 3, 64])
+def test_page_sizes(page_size: int, mode: str) -> None:
+    check_case(draw_lists(replace(SPARSE, page_size=page_size, seed=15)), mode=mode)
+
+
+def hot_case() -> Case:
+    """Forty rows, all on the same block of four positions, some on one more."""
+    lists = tuple((0, 0, 3) if k % 5 == 0 else (0,) for k in range(40 * 2))
+    return Case(seqlen_q=(40,), seqlen_kv=(20,), lists=lists, block_size=4, head_dim_qk=16)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_block_that_all_rows_select_receives_every_contribution(mode: str) -> None:
+    check_case(hot_case(), mode=mode)
+
+
+def test_a_hot_tile_cut_into_items_gives_the_same_gradients() -> None:
+    case = hot_case()
+    numbers, the_plan = draw_numbers(case), make_plan(case)
+    transposed = transpose_plan(the_plan, rows_per_item=16)
+    assert transposed.items.num_partials > 2
+    got = differentiate(case, to_tensors(case, numbers), the_plan=the_plan, transposed=transposed)
+    check_gradients(case, numbers, got)
+
+
+@pytest.mark.parametrize(("tile_kv", "tile_m"), [(16, 64), (64, 16), (32, 32)])
+def test_tiles_of_the_transpose_do_not_change_gradients(tile_kv: int, tile_m: int) -> None:
+    for case in (draw_lists(replace(SPARSE, q_block_size=2)), Case(mask_rule=Causal()), Case(mask_rule=RULES["custom"][0])):
+        the_plan = make_plan(case)
+        check_case(case, the_plan=the_plan, transposed=transpose_plan(the_plan, tile_kv=tile_kv, tile_m=tile_m))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_shared_and_repeated_pages_receive_the_sum(mode: str) -> None:
+    """Requests 0 and 1 share a prefix page; request 1 has one page at two logical places."""
+    pages = ((2, 0, 5), (2, 4, 4))
+    case = Case(seqlen_q=(2, 3), seqlen_kv=(11, 12), page_table=pages, mask_rule=Causal(), seed=17)
+    check_case(case, mode=mode)
+    check_case(draw_lists(replace(case, sharing="shared", window=6, q_block_size=3)), mode=mode)
+
+
+def test_transposed_lists_hold_every_entry_exactly_once() -> None:
+    for case in (
+        draw_lists(replace(SPARSE, seed=18)),
+        draw_lists(replace(SPARSE, sharing="shared", q_block_size=4, page_size=1)),
+        Case(seqlen_q=(2, 3), seqlen_kv=(11, 12), page_table=((2, 0, 5), (2, 4, 4))),
+    ):
+        entries = list_entries(make_plan(case))
+        tiles = tile_slots(entries, tile_kv=16)
+        found = []
+        for tile in range(tiles.tile_slot.numel()):
+            for pair in range(int(tiles.tile_indptr[tile]), int(tiles.tile_indptr[tile + 1])):
+                codes = tiles.codes[tiles.pair_cells[pair]].tolist()
+                where = (int(tiles.tile_kv_head[tile]), int(tiles.pair_list[pair]))
+                first = int(tiles.tile_slot[tile])
+                found += [(*where, first + lane, code) for lane, code in enumerate(codes) if code != ABSENT]
+                assert all(bool(tiles.is_touched[tile, lane]) for lane, code in enumerate(codes) if code != ABSENT)
+        owners = entries.list_kv_head[entries.entry_list]
+        columns = (owners, entries.entry_list, entries.entry_slot, entries.entry_code)
+        assert sorted(found) == sorted(zip(*(column.tolist() for column in columns), strict=True))
+        assert int(tiles.is_touched.sum()) == len({(head, slot) for head, _, slot, _ in found})
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("form", ["transposed", "expanded", "zero"])
+def test_dout_of_any_strides(form: str, mode: str) -> None:
+    case = draw_lists(replace(SPARSE, seed=19))
+    numbers = draw_numbers(case)
+    dout = to_tensors(case, numbers).dout
+    if form == "transposed":
+        dout = dout.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    else:
+        value = 0.0 if form == "zero" else 0.75
+        dout = torch.full((1, 1, 1), value, dtype=case.dtype, device=DEVICE).expand(dout.shape)
+    numbers = numbers._replace(dout=dout.double().cpu().numpy())
+    check_gradients(case, numbers, differentiate(case, to_tensors(case, numbers)._replace(dout=dout), mode=mode))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_dout_and_dlse_of_zero_give_zero_everywhere(mode: str) -> None:
+    case = draw_lists(replace(SPARSE, seed=20))
+    numbers = draw_numbers(case)
+    tensors = to_tensors(case, numbers._replace(dout=0 * numbers.dout))
+    for gradient in differentiate(case, tensors, mode=mode, dlse=None):
+        assert torch.count_nonzero(gradient) == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_strided_inputs_and_outputs(mode: str) -> None:
+    case = draw_lists(replace(SPARSE, layout="HND", seed=21))
+    numbers = draw_numbers(case)
+    tensors = to_tensors(case, numbers)
+    doubled = [torch.stack([t, torch.full_like(t, torch.nan)], dim=-1)[..., 0] for t in tensors]
+    buffers = {
+        "dq": torch.full_like(tensors.q, torch.nan).transpose(0, 1).contiguous().transpose(0, 1),
+        "dk": torch.stack([tensors.k_cache * torch.nan] * 2, dim=1)[:, 0],
+        "dv": torch.stack([tensors.v_cache * torch.nan] * 2, dim=-1)[..., 0],
+    }
+    got = differentiate(case, Tensors(*doubled), mode=mode, **buffers)
+    assert all(getattr(got, name) is buffer for name, buffer in buffers.items())
+    check_gradients(case, numbers, got)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_float32_buffers_receive_unrounded_sums(mode: str) -> None:
+    case = draw_lists(replace(SPARSE, dtype=torch.bfloat16, seed=22))
+    numbers = draw_numbers(case)
+    tensors = to_tensors(case, numbers)
+    buffers = {
+        name: torch.full(like.shape, torch.nan, device=DEVICE)
+        for name, like in (("dq", tensors.q), ("dk", tensors.k_cache), ("dv", tensors.v_cache))
+    }
+    wide = differentiate(case, tensors, mode=mode, **buffers)
+    check_gradients(case, numbers, wide)
+    narrow = differentiate(case, tensors, mode=mode)
+    for name in buffers:
+        kept = getattr(wide, name)
+        assert torch.any(kept != kept.bfloat16())
+        assert torch.equal(kept.bfloat16(), getattr(narrow, name))
+
+
+def poison(case: Case, by_slot: np.ndarray, is_owned: np.ndarray) -> np.ndarray:
+    return np.where(is_owned[:, None, None], by_slot, np.nan)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("is_dense", [True, False])
+def test_nan_in_slots_that_nobody_owns_changes_no_bit(is_dense: bool, mode: str) -> None:
+    case = replace(SPARSE, seed=23) if is_dense else draw_lists(replace(SPARSE, seed=23))
+    numbers, pages = draw_numbers(case), case.pages()
+    is_owned = np.zeros(case.num_pages * case.page_size, dtype=bool)
+    for n, length in enumerate(case.seqlen_kv):
+        positions = np.arange(length)
+        is_owned[pages[n, positions // case.page_size] * case.page_size + positions % case.page_size] = True
+    assert not is_owned.all()
+    poisoned = numbers._replace(k=poison(case, numbers.k, is_owned), v=poison(case, numbers.v, is_owned))
+    clean = differentiate(case, to_tensors(case, numbers), mode=mode)
+    for gradient, want in zip(differentiate(case, to_tensors(case, poisoned), mode=mode), clean, strict=True):
+        assert torch.equal(gradient, want)
+    assert not np.any(to_slots(case, clean.dk)[~is_owned])
+    assert not np.any(to_slots(case, clean.dv)[~is_owned])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_owned_slots_that_no_row_selects_get_exactly_zero(mode: str) -> None:
+    case = Case(seqlen_q=(3,), seqlen_kv=(24,), lists=((1, 9),) * 6, mask_rule=Causal(), seed=24)
+    numbers = draw_numbers(case)
+    got = differentiate(case, to_tensors(case, numbers), mode=mode)
+    pages = case.pages()[0]
+    selected = {int(pages[j // 4]) * 4 + j % 4 for j in (1, 9)}
+    for gradient in (to_slots(case, got.dk), to_slots(case, got.dv)):
+        assert {int(slot) for slot in np.nonzero(np.any(gradient != 0, axis=(1, 2)))[0]} == selected
+        assert np.all(np.any(gradient[sorted(selected)] != 0, axis=2))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_empty_rows_give_zero_and_leave_no_trace(mode: str) -> None:
+    """First, middle and last row see nothing; what their dout holds, NaN included, reaches nobody."""
+    lists = tuple((() if r in (0, 2, 4) else (1, 5 + r)) for r in range(5) for _ in range(2))
+    case = Case(seqlen_q=(5,), seqlen_kv=(20,), lists=lists, seed=25)
+    numbers = draw_numbers(case)
+    got = differentiate(case, to_tensors(case, numbers), mode=mode, dlse=None)
+    check_gradients(case, numbers._replace(dlse=0 * numbers.dlse), got)
+    assert torch.count_nonzero(got.dq[[0, 2, 4]]) == 0
+    poisoned = numbers.dout.copy()
+    poisoned[[0, 2, 4]] = np.nan
+    again = differentiate(case, to_tensors(case, numbers._replace(dout=poisoned)), mode=mode, dlse=None)
+    for name in ("dq", "dk", "dv"):
+        assert torch.equal(getattr(again, name), getattr(got, name))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_empty_row_with_a_sink_passes_only_dlse_to_the_sink(mode: str) -> None:
+    case = Case(seqlen_q=(1,), seqlen_kv=(8,), lists=((), ()), sink_logits=(0.5, -1.0, 2.0, 0.0), seed=26)
+    numbers = draw_numbers(case)
+    got = differentiate(case, to_tensors(case, numbers), mode=mode)
+    np.testing.assert_allclose(got.dsink.cpu().numpy(), numbers.dlse[0], rtol=1e-6)
+    assert all(torch.count_nonzero(gradient) == 0 for gradient in got[:3])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_rows_and_no_requests_give_zero_gradients(mode: str) -> None:
+    for lengths in (((0, 0), (5, 0)), ((), ())):
+        case = Case(seqlen_q=lengths[0], seqlen_kv=lengths[1] or (), sink_logits=(0.0,) * 4)
+        if not lengths[0]:
+            continue
+        got = differentiate(case, to_tensors(case, draw_numbers(case)), mode=mode)
+        assert got.dq.shape == (0, 4, 24)
+        assert all(torch.count_nonzero(gradient) == 0 for gradient in got)
+
+
+def test_kv_centric_gradients_repeat_bit_for_bit() -> None:
+    for case in (hot_case(), draw_lists(replace(SPARSE, seed=27)), Case(mask_rule=Causal(), seed=27)):
+        tensors, the_plan = to_tensors(case, draw_numbers(case)), make_plan(case)
+        first = differentiate(case, tensors, the_plan=the_plan)
+        transposed = transpose_plan(the_plan)
+        for option in ({}, {"transposed": transposed}, {"transposed": transposed}):
+            again = differentiate(case, tensors, the_plan=the_plan, **option)
+            for gradient, want in zip(again[:3], first[:3], strict=True):
+                assert torch.equal(gradient, want)
+
+
+def test_listing_order_and_repetition_change_no_bit() -> None:
+    case = draw_lists(replace(SPARSE, seed=28))
+    shuffled = replace(case, lists=tuple((*row[::-1], *row) for row in case.lists))
+    tensors = to_tensors(case, draw_numbers(case))
+    for gradient, want in zip(differentiate(shuffled, tensors), differentiate(case, tensors), strict=True):
+        assert torch.equal(gradient, want)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_hot_dout_names_the_edges_of_its_row(mode: str) -> None:
+    """With q = 0 every probability is 1 / |E|, so dV of one row and head lists exactly its slots."""
+    case = draw_lists(replace(SPARSE, sink_logits=None, seed=29))
+    numbers, pages = draw_numbers(case), case.pages()
+    the_plan, transposed = make_plan(case), None
+    for n, row, _, h, keys in case.edges()[::5]:
+        dout = np.zeros_like(numbers.dout)
+        dout[row, h, 0] = max(1, keys.size)
+        tensors = to_tensors(case, numbers._replace(q=0 * numbers.q, dout=dout))
+        transposed = transposed or transpose_plan(the_plan)
+        got = differentiate(case, tensors, the_plan=the_plan, mode=mode, dlse=None, transposed=transposed)
+        count = to_slots(case, got.dv)[:, :, 0]
+        want = np.zeros_like(count)
+        slots = pages[n, keys // case.page_size] * case.page_size + keys % case.page_size
+        np.add.at(want, (slots, h // case.group_size), 1)
+        np.testing.assert_allclose(count, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_dv_sums_to_dout_of_non_empty_rows(mode: str) -> None:
+    case = draw_lists(Case(sharing="query_head", seed=30))
+    numbers = draw_numbers(case)
+    is_empty = np.isneginf(expected(case, numbers).lse)
+    assert is_empty.any()
+    assert not is_empty.all()
+    got = differentiate(case, to_tensors(case, numbers), mode=mode)
+    want = np.where(is_empty[:, :, None], 0, numbers.dout).reshape(-1, 2, 2, case.head_dim_vo).sum((0, 2))
+    np.testing.assert_allclose(to_slots(case, got.dv).sum(0), want, atol=2e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_score_gradients_of_a_row_sum_to_zero(mode: str) -> None:
+    """Seen through keys that are all one vector: softmax is blind to a common shift."""
+    case = draw_lists(Case(seed=31))
+    numbers = draw_numbers(case)
+    got = differentiate(case, to_tensors(case, numbers._replace(k=0 * numbers.k + 1.0)), mode=mode, dlse=None)
+    np.testing.assert_allclose(got.dq.cpu().numpy(), 0, atol=3e-6)
+
+
+def test_autograd_gives_the_gradients_of_backward() -> None:
+    case = draw_lists(replace(SPARSE, seed=32))
+    numbers = draw_numbers(case)
+    q, k, v, dout, dlse = to_tensors(case, numbers)
+    leaves = [t.requires_grad_() for t in (q, k, v, torch.tensor(case.sink_logits, device=DEVICE, dtype=torch.float64))]
+    out, lse = sparse_attention(make_plan(case), q, k, v, sink_logits=leaves[3])
+    ((out * dout).sum() + (lse * dlse).sum()).backward()
+    check_gradients(case, numbers, Gradients(*(leaf.grad for leaf in leaves)))
+    assert leaves[3].grad.dtype == torch.float64
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_selector_that_moves_after_the_forward_does_not_change_the_edges(mode: str) -> None:
+    case = draw_lists(replace(SPARSE, sink_logits=None, seed=33))
+    numbers = draw_numbers(case)
+    q, k, v, dout, _ = to_tensors(case, numbers)
+    indices = torch.tensor([t for row in case.lists for t in row], device=DEVICE)
+    table = torch.from_numpy(case.pages()).to(DEVICE)
+    candidates = CandidateLists(
+        granularity="token",
+        sharing=case.sharing,
+        indptr=torch.tensor(np.cumsum([0, *map(len, case.lists)]), device=DEVICE),
+        indices=indices,
+    )
+    the_plan = plan(
+        qo_indptr=case.qo_indptr.tolist(), seqlen_kv=list(case.seqlen_kv), page_table=table, page_size=case.page_size,
+        num_pages=case.num_pages, num_qo_heads=4, num_kv_heads=2, head_dim_qk=24, head_dim_vo=16, sm_scale=24**-0.5,
+        dtype=case.dtype, device=DEVICE, candidates=candidates, window=3, num_sink_tokens=2, mask_rule=Causal(),
+    )  # fmt: skip
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out, _ = sparse_attention(the_plan, *leaves, mode=mode)
+    indices.zero_()
+    table.zero_()
+    out.backward(dout)
+    check_gradients(case, numbers._replace(dlse=0 * numbers.dlse), Gradients(*(leaf.grad for leaf in leaves), None))
+
+
+def test_lse_alone_can_be_differentiated() -> None:
+    case = Case(seqlen_q=(3,), seqlen_kv=(9,), mask_rule=Causal(), seed=34)
+    numbers = draw_numbers(case)
+    q, k, v, _, dlse = to_tensors(case, numbers)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    _, lse = sparse_attention(make_plan(case), *leaves)
+    lse.backward(dlse)
+    check_gradients(case, numbers._replace(dout=0 * numbers.dout), Gradients(*(leaf.grad for leaf in leaves), None))
+
+
+def test_what_does_not_fit_the_plan_is_refused_in_one_line() -> None:
+    case = Case(seqlen_q=(3,), seqlen_kv=(9,), sink_logits=(0.0,) * 4)
+    the_plan, tensors = make_plan(case), to_tensors(case, draw_numbers(case))
+    q, k, v, dout, dlse = tensors
+    out, lse = run(the_plan, q, k, v)
+    good = {"q": q, "k_cache": k, "v_cache": v, "out": out, "lse": lse, "dout": dout, "dlse": dlse}
+    for name, tensor in (*good.items(), ("dq", q), ("dk", k), ("dv", v)):
+        for wrong, part in ((tensor[:-1], "shape"), (tensor.double(), "dtype"), (tensor.to("meta"), "device")):
+            with pytest.raises(PlanError, match=rf"^{name}\.{part} is [^\n]*$"):
+                backward(the_plan, **{**good, name: wrong})
+    with pytest.raises(PlanError, match="^mode is fast, but must be atomic or kv_centric"):
+        backward(the_plan, **good, mode="fast")
+    with pytest.raises(PlanError, match="^sink_logits is "):
+        sparse_attention(the_plan, q, k, v, sink_logits=torch.ones(4, device=DEVICE))
+    with pytest.raises(ValueError, match="^tile_kv is 24, but must be a power of two"):
+        transpose_plan(the_plan, tile_kv=24)
