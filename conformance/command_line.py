@@ -217,3 +217,19 @@ def fixtures_write(folder: Path) -> None:
     from attnconform.conformance.golden import write_command
 
     sys.exit(write_command(console, folder))
+
+
+@main.command()
+@click.option("--suite", "suites", multiple=True, type=click.Choice(["seed64k", "prefill"]), default=("seed64k",))
+@click.option("--peer", type=click.Choice(["flashinfer", "flex"]), default=None)
+@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), default=None)
+@one_line_errors
+def bench(suites: tuple[str, ...], peer: str | None, json_path: Path | None) -> None:
+    """Time the bundled kernels beside a peer, on this machine's GPU."""
+    from attnconform.conformance.bench.command import bench_command
+
+    sys.exit(bench_command(console, suites=suites, peer=peer, json_path=json_path))
+
+
+if __name__ == "__main__":
+    main()

@@ -101,7 +101,7 @@ def run_matrix(options: RunOptions, progress: Progress) -> tuple[Verdict, list[C
 class Quiet:
     """Takes pytest's own terminal report away: the run has one of its own."""
 
-    @pytest.hookimpl(tryfirst=True)
+    @pytest.hookimpl(trylast=True)  # after the reporter is there, before xdist takes hold of it
     def pytest_configure(self, config: pytest.Config) -> None:
         reporter: Any = config.pluginmanager.getplugin("terminalreporter")
         if reporter is not None:

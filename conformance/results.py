@@ -117,7 +117,7 @@ def make_header(backend: Backend, level: str, level_cases: Sequence[Case], selec
         selected=selected,
         backend=backend.name,
         capabilities=backend.capabilities,
-        versions={"python": platform.python_version(), **backend.versions()},
+        versions={"python": platform.python_version(), **{k: str(v) for k, v in backend.versions().items()}},
         device=device or platform.machine(),
         started=datetime.now(UTC).isoformat(timespec="seconds"),
     )

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from attnconform.conformance.adapters.registry import load_backend
 from attnconform.conformance.engine import RunOptions, run_matrix
 from attnconform.conformance.gate import MARGIN, compare_runs, gate_markdown, write_text
 from attnconform.conformance.judge.verdict import NOT_RUN, CaseResult
@@ -38,6 +39,7 @@ def judge_and_report(
         case_timeout=case_timeout,
     )
     cases = {c.id: c for c in select_cases(level, select, shard)}
+    load_backend(backend, device).close()  # a backend that does not load is said before anything is shown
     with make_progress(console) as bar:
         task = bar.add_task(f"judging {backend}", total=len(cases))
 

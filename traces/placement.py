@@ -24,13 +24,13 @@ def tilt(shares: Floats, capacities: Ints, total: int) -> Floats:
         left = (total - room) / max(int(rest.sum()), 1)
         return np.where(open_cells, capacities, rest * min(left, 1.0)).astype(np.float64)
     odds = shares / np.maximum(1 - shares, 1e-12)
-    low, high = -40.0, 40.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        scaled = odds * np.exp(middle)
-        low, high = (middle, high) if (capacities * scaled / (1 + scaled)).sum() < total else (low, middle)
-    scaled = odds * np.exp(high)
-    return np.asarray(capacities * scaled / (1 + scaled), dtype=np.float64)
+    low, high = 1e-12, 1e12
+    while high > low * (1 + 1e-9):
+        middle = np.sqrt(low * high)
+        scaled = odds * middle
+        counts = capacities * (scaled / (1 + scaled))
+        low, high = (middle, high) if counts.sum() < total else (low, middle)
+    return np.asarray(counts, dtype=np.float64)
 
 
 def settle(expected: Floats, before: Ints, least: Ints, most: Ints, total: int) -> Ints:
@@ -70,12 +70,27 @@ def spread_churn(held: Ints, free: Ints, total: int, u: float) -> Ints:
     return np.minimum(round_to_total(room * (total / max(int(room.sum()), 1)), u), room)
 
 
-def pick_new(pool: Ints, count: int, returning: Ints, return_share: float, order: Floats) -> Ints:
-    """`count` ids of the pool: about return_share of them among those returning, in the order given."""
-    ranked = pool[np.argsort(order, kind="stable")]
-    back = np.isin(ranked, returning)
-    wanted_back = int(return_share * count + (order[0] if len(order) else 0.0))
-    first = ranked[back][: min(wanted_back, count)]
-    fresh = ranked[~back][: count - len(first)]
-    late = ranked[back][len(first) : len(first) + count - len(first) - len(fresh)]
-    return np.concatenate([first, fresh, late])
+def swap_cells(
+    counts: Ints, kept: Ints, free: Ints, shares: Floats, swaps: int, u: Floats
+) -> tuple[Ints, Ints]:
+    """counts and kept after moving up to `swaps` ids from one cell to another, where cells alone cannot exchange them.
+
+    A cell loses an id of the row before where that was unlikely to be there, and gains a new one where one is likely.
+    """
+    counts, kept, free = counts.copy(), kept.copy(), free.copy()
+    for lose, gain in u[: 2 * swaps].reshape(-1, 2):
+        losing = kept * (1 - shares)
+        source = _pick(losing, lose)
+        gaining = free * shares
+        gaining[source] = 0.0
+        if losing.sum() <= 1e-9 or gaining.sum() <= 1e-9:
+            break
+        target = _pick(gaining, gain)
+        counts[source], kept[source] = counts[source] - 1, kept[source] - 1
+        counts[target], free[target] = counts[target] + 1, free[target] - 1
+    return counts, kept
+
+
+def _pick(weights: Floats, u: float) -> int:
+    edges = np.cumsum(weights)
+    return int(min(np.searchsorted(edges, u * edges[-1], side="right"), len(weights) - 1))

@@ -62,13 +62,12 @@ def spread(h: Histogram, lows: Ints, highs: Ints) -> Floats:
     return cumulative(highs + 1) - cumulative(lows)
 
 
-def quantile(h: Histogram, u: Floats | float) -> Ints:
+def quantile(h: Histogram, u: Floats) -> Ints:
     """The value at each quantile; inside a bin its integers are equally likely."""
-    cumulative = np.cumsum(h.count) / h.total
-    u = np.atleast_1d(np.asarray(u, dtype=np.float64))
-    idx = np.searchsorted(cumulative, u, side="right").clip(max=len(cumulative) - 1)
-    before = np.concatenate([[0.0], cumulative])[idx]
-    inside = (u - before) / (cumulative[idx] - before)
+    rank = u * h.total
+    cumulative = np.cumsum(h.count)
+    idx = np.minimum(np.searchsorted(cumulative, rank, side="right"), len(cumulative) - 1)
+    inside = (rank - cumulative[idx]) / h.count[idx] + 1
     width = h.bin_high[idx] - h.bin_low[idx] + 1
     return np.minimum(h.bin_low[idx] + (inside * width).astype(np.int64), h.bin_high[idx])
 
@@ -78,6 +77,7 @@ class SelectionModel:
 
     def __init__(self, group: Mapping[Key, Histogram]) -> None:
         self.group = group
+        self._nearest: dict[tuple[str, int], Histogram | None] = {}
         for name in ("candidates", "blocks", "visible_block_distance"):
             if (name, 0, 0) not in group:
                 raise ValueError(f"the trace has no statistic {name!r} for this group: nothing can be drawn from it")
@@ -91,7 +91,12 @@ class SelectionModel:
     def value(self, name: str, u: float, default: int) -> int:
         """The quantile of a statistic, or a default where the trace keeps none."""
         h = self._plain(name)
-        return default if h is None else int(quantile(h, u)[0])
+        return default if h is None else int(quantile(h, np.array([u]))[0])
+
+    def blocks_at(self, length: int, u: float, default: int) -> int:
+        """The quantile of the number of blocks that rows of about this length touch."""
+        h = self.given("blocks", length) or self._plain("blocks")
+        return default if h is None else int(quantile(h, np.array([u]))[0])
 
     def fraction(self, name: str, u: float) -> float:
         """The quantile of a statistic kept in 64ths; 0 where the trace keeps none. Uniform inside a 64th."""
@@ -104,10 +109,20 @@ class SelectionModel:
 
     def given(self, name: str, condition: int) -> Histogram | None:
         """The histogram whose condition is the nearest to the one asked for."""
-        known = [key for key in self.group if key[0] == name]
-        if not known:
-            return None
-        return self.group[min(known, key=lambda key: max(key[1] - condition, condition - key[2], 0))]
+        if (name, condition) not in self._nearest:
+            known = [key for key in self.group if key[0] == name and key[2]]
+            near = min(known, key=lambda key: max(key[1] - condition, condition - key[2], 0), default=None)
+            self._nearest[name, condition] = None if near is None else self.group[near]
+        return self._nearest[name, condition]
+
+    def given_quantiles(self, name: str, conditions: Ints, u: Floats) -> Floats:
+        """The quantile of each condition's histogram; 1 where the trace keeps none."""
+        out = np.ones(len(conditions))
+        for condition in np.unique(conditions):
+            h = self.given(name, int(condition))
+            if h is not None:
+                out[conditions == condition] = quantile(h, u[conditions == condition])
+        return out
 
     def start_weights(self, block_size: int) -> Floats:
         """How often each token of the first block was selected, relative to each other."""

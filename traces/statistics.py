@@ -28,7 +28,7 @@ FRACTION = 64  # fractions are stored as whole 64ths, so that every statistic is
 STATISTICS: dict[str, str] = {
     "length": "tokens up to and including the row",
     "candidates": "distinct ids of a row",
-    "blocks": "distinct blocks that a row touches",
+    "blocks": "distinct blocks that a row touches; also given the row's length",
     "holes": "entries of a list that are -1",
     "duplicates": "entries of a list that repeat an earlier id",
     "ties": "other ids whose score, as bfloat16, is the lowest selected one",
@@ -201,7 +201,8 @@ def _all_events(flat: _Flat, tiles: Sequence[SelectedRows]) -> list[tuple[Key, E
         ("block_return", _returns(flat, flat.blocks)),
     ]
     of_tokens = _inside_blocks(flat) if flat.ids_per_block > 1 else []
-    return [((name, 0, 0), events) for name, events in plain] + of_tokens
+    by_length = _given("blocks", dict(plain)["blocks"], flat.q_positions + 1)
+    return [((name, 0, 0), events) for name, events in plain] + by_length + of_tokens
 
 
 def _row_events(flat: _Flat, tiles: Sequence[SelectedRows]) -> list[tuple[str, Events]]:

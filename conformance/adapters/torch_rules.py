@@ -20,6 +20,11 @@ PositionRule = Callable[[Tensor, Tensor, Tensor], Tensor]  # b, logical query po
 TABLE_STEP = 128
 
 
+def captured(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor that a rule reads: its values are data to a compiled kernel, its shape is part of it."""
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
 def lower_mask(
     rule: MaskRule | None,
     requests: Sequence[int],  # of the problem, in the order of the call's batch
@@ -58,7 +63,7 @@ def lower_positions(rule: MaskRule | None, requests: Sequence[int], device: torc
         case Window(left, right):
             return lower_window(left, right, len(requests), device)
         case PrefixLM(prefix_len):
-            prefix = torch.tensor([prefix_len[n] for n in requests], dtype=torch.int32, device=device)
+            prefix = captured([prefix_len[n] for n in requests], torch.int32, device)
             return lambda b, q_pos, kv_idx: (kv_idx < prefix[b]) | (kv_idx <= q_pos)
         case Document(starts):
             return lower_document([starts[n] for n in requests], device)
@@ -72,10 +77,10 @@ def lower_window(left: int | None, right: int | None, batch_size: int, device: t
     """Near enough on both sides; a side that is unlimited is not compared. [MASK-WINDOW]"""
     sides: list[PositionRule] = []
     if left is not None:
-        before = torch.full((batch_size,), left, dtype=torch.int32, device=device)
+        before = captured([left] * batch_size, torch.int32, device)
         sides.append(lambda b, q_pos, kv_idx: q_pos - kv_idx <= before[b])
     if right is not None:
-        after = torch.full((batch_size,), right, dtype=torch.int32, device=device)
+        after = captured([right] * batch_size, torch.int32, device)
         sides.append(lambda b, q_pos, kv_idx: kv_idx - q_pos <= after[b])
     return compose(torch.logical_and, sides or [lambda b, q_pos, kv_idx: kv_idx >= 0])
 
@@ -85,8 +90,8 @@ def lower_document(starts: Sequence[tuple[int, ...]], device: torch.device) -> P
     last = max(row[-1] for row in starts)
     width = -(-(last + 2) // TABLE_STEP) * TABLE_STEP
     positions = torch.arange(-1, width - 1)
-    rows = [torch.searchsorted(torch.tensor(row), positions, right=True) for row in starts]
-    table = torch.stack(rows).to(torch.int32).to(device)
+    rows = [torch.searchsorted(torch.tensor(row), positions, right=True).tolist() for row in starts]
+    table = captured(rows, torch.int32, device)
 
     def document(b: Tensor, idx: Tensor) -> Tensor:
         # What lies before the table belongs to no document, what lies after it to the last one.
@@ -111,9 +116,9 @@ def lower_score_rule(rule: ScoreRule, q_offset: Tensor) -> ScoreMod:
     """One rule on scores in float32. [SCORE-ALIBI, SCORE-SOFTCAP, SCORE-HEAD]"""
     match rule:
         case Alibi(slopes):
-            slope = torch.tensor(slopes, dtype=torch.float32, device=q_offset.device)
+            slope = captured(slopes, torch.float32, q_offset.device)
             return lambda score, b, h, q_idx, kv_idx: score + slope[h] * (kv_idx - (q_idx + q_offset[b]))
         case SoftCap(cap):
             # One entry per request, so that the callable indexes it as it does every other table.
-            caps = torch.full(q_offset.shape, cap, dtype=torch.float32, device=q_offset.device)
+            caps = captured([cap] * len(q_offset), torch.float32, q_offset.device)
             return lambda score, b, h, q_idx, kv_idx: caps[b] * torch.tanh(score / caps[b])

@@ -61,7 +61,7 @@ def list_gradient(block: AttentionBlock, x: Softmax, name: str, bound: Array) ->
     """Back to all listed rows or keys; 0 where nothing is seen, for such gradients are sums of nothing."""
     keys = len(block.k)
     if name == "dsink":
-        return scatter_rows(x, bound)[:, 0] * (block.sink is not None)
+        return scatter_rows(x, bound)[:, 0] if len(x.k) > keys else np.zeros(x.num_rows)
     if name == "dq":
         return scatter_rows(x, np.where(any_in_row(x.mask[:, :keys]), bound, 0.0))
     return np.where(any_in_column(x.mask[:, :keys]), bound[:keys], 0.0)

@@ -128,8 +128,9 @@ class WorstBackward:
 
     @cached_property
     def out_rounding(self) -> Array:
-        """hO: rounding of the out that D is made of."""
-        return output_rounding(self.numerics, np.abs(self.softmax.out) + self.forward.before_storage)
+        """hO: rounding of the out that D is made of; a row whose out may overflow is VOID anyway."""
+        size = np.abs(self.softmax.out) + self.forward.before_storage
+        return half_ulp(size, self.numerics.u_out, self.numerics.eta_out)
 
     @cached_property
     def row_error(self) -> Array:
@@ -138,7 +139,7 @@ class WorstBackward:
         if c.norm_p:
             within, beyond = self.row_error_by_terms, self.row_error_by_hull
         else:
-            beyond = sum_row(np.abs(g.do) * f.out)
+            beyond = sum_row(np.abs(g.do) * (f.before_storage + self.out_rounding))
             within = np.minimum(self.row_error_by_terms, beyond)
         error = np.where(f.total_error < LARGEST_WEIGHT_ERROR, within, beyond)
         summed = compound(g.do.shape[1] * c.u)
@@ -253,13 +254,13 @@ class WorstBackward:
 
     @cached_property
     def is_void_row(self) -> Mask:
-        """Rows whose exponent is unknown, or whose stored P or dS may overflow. [BOUND-VOID]"""
+        """Rows whose exponent is unknown, or whose stored P, dS or out may overflow. [BOUND-VOID]"""
         c, stored_ds = self.numerics, self.ds_size * (self.softmax.sm_scale if self.numerics.ds_scaled else 1.0)
         unknown = (np.maximum(self.logit_error, self.forward.logit_error) > LARGEST_LOGIT_ERROR) & ~self.vanishes
         largest_p = FORMATS[c.out_dtype if c.p_storage == "none" else c.p_storage].largest
         stored_p = self.softmax.weights * (1 + self.recomputed_error) * (1 + self.lse_error)
         overflows = (stored_p >= largest_p) | (stored_ds >= c.largest_ds)
-        return any_in_row(unknown | overflows)
+        return any_in_row(unknown | overflows) | any_in_row(np.isinf(self.forward.out))
 
     @cached_property
     def vanishes(self) -> Mask:

@@ -152,7 +152,7 @@ def compute_softmax(block: AttentionBlock) -> Softmax:
         "slope": _fill(mask, block.slope, 1.0),
         "keep": _fill(mask, block.dropout, 1.0),
     }
-    if block.sink is not None:
+    if block.sink is not None and np.isfinite(block.sink).any():
         # One more key whose k and v are 0 and whose logit is given, -inf where a row has none. [4.10]
         has_sink, rows = np.isfinite(block.sink), len(mask)
         k, v, mask = _append_zeros(k), _append_zeros(v), np.c_[mask, has_sink]

@@ -9,6 +9,7 @@ from attnconform.conformance.deviations import (
     determinism,
     empty,
     gqa,
+    gradient_edges,
     gradients,
     lse,
     masks,
@@ -29,7 +30,8 @@ from attnconform.conformance.deviations.deviation import (
 )
 
 AREAS = (
-    sets, coordinates, masks, blocks, scores, empty, lse, merge, gqa, gradients, safety, determinism, precision, variants,
+    sets, coordinates, masks, blocks, scores, empty, lse, merge, gqa, gradients, gradient_edges, safety, determinism,
+    precision, variants,
 )  # fmt: skip
 
 __all__ = ["AREAS", "DEVIATIONS", "FAULT_CLASSES", "VARIANTS", "Deviation", "FaultClass", "Variant"]

@@ -95,7 +95,7 @@ class ReadsBlocks(Steps):
         return int(problem.seqlen_kv[where.request])
 
 
-@deviates("BLOCK-EXPAND", fault_class="B", report="style of an interface: a block index read as a token index")
+@deviates("BLOCK-EXPAND", fault_class="B", report="no report: a block id and a position have one type")
 class TakesABlockForAToken(ReadsBlocks):
     """A block id is attended as a position."""
 
@@ -168,7 +168,9 @@ class CallsABlockFullBySomeRow(Steps):
         kv_idx = np.arange(int(problem.seqlen_kv[where.request]))
         allowed = mask_allows(problem.mask_rule, where.request, where.q_idx + 1, kv_idx)
         is_last = where.row + 1 == problem.qo_indptr[where.request + 1]
-        full = [t for t in np.split(kv_idx, range(MASK_TILE, len(kv_idx), MASK_TILE)) if not is_last and allowed[t].all()]
+        full = [
+            t for t in np.split(kv_idx, range(MASK_TILE, len(kv_idx), MASK_TILE)) if not is_last and allowed[t].all()
+        ]
         return Positions(np.unique(np.concatenate([right.values, *full])))
 
 

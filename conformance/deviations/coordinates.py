@@ -37,10 +37,10 @@ class ReadsATileIdAsAPage(LooksUpPages):
 
     def look_up(self, problem: AttentionProblem, where: QueryRow, at: PageOffsets) -> IntArray:
         pages = problem.cache.page_table[where.request][at.page // PAGES_PER_TILE]
-        return pages * problem.cache.page_size + at.offset
+        return np.asarray(pages * problem.cache.page_size + at.offset)
 
 
-@deviates("COORD-SLOT", fault_class="T", report="vllm-project/vllm: a cache read as if it were contiguous")
+@deviates("COORD-SLOT", fault_class="T", report="article 1, 1.2: logical and physical page")
 class IgnoresThePageTable(LooksUpPages):
     """Logical pages are taken for physical ones."""
 
@@ -55,7 +55,7 @@ class UsesThePrefetchedPage(LooksUpPages):
     def look_up(self, problem: AttentionProblem, where: QueryRow, at: PageOffsets) -> IntArray:
         cache, row = problem.cache, problem.cache.page_table[where.request]
         ahead = (at.offset == cache.page_size - 1) & (at.page + 1 < len(row))
-        return row[at.page + ahead] * cache.page_size + at.offset
+        return np.asarray(row[at.page + ahead] * cache.page_size + at.offset)
 
 
 @deviates("COORD-SLOT", fault_class="T", report="article 1, 1.2: page length and stride of the pool mixed up")
@@ -63,7 +63,7 @@ class SwapsPageAndOffset(LooksUpPages):
     """Tokens of one offset lie together, instead of tokens of one page."""
 
     def look_up(self, problem: AttentionProblem, where: QueryRow, at: PageOffsets) -> IntArray:
-        return at.offset * problem.cache.num_pages + problem.cache.page_table[where.request][at.page]
+        return np.asarray(at.offset * problem.cache.num_pages + problem.cache.page_table[where.request][at.page])
 
 
 @deviates("COORD-ROW", fault_class="T", report="BR-62 meta-pytorch/attention-gym#189")
@@ -71,10 +71,14 @@ class ReadsTheFirstRequestsTable(LooksUpPages):
     """Every request uses the page table of request 0."""
 
     def look_up(self, problem: AttentionProblem, where: QueryRow, at: PageOffsets) -> IntArray:
-        return problem.cache.page_table[0][at.page] * problem.cache.page_size + at.offset
+        return np.asarray(problem.cache.page_table[0][at.page] * problem.cache.page_size + at.offset)
 
 
-@deviates("COORD-RENUMBER", fault_class="T", report="vllm-project/vllm: page 0 is a null block")
+@deviates(
+    "COORD-RENUMBER",
+    fault_class="T",
+    report="vllm-project/vllm keeps page 0 as a null block; here it is an ordinary page",
+)
 class TreatsPageZeroAsNull(Steps):
     """Tokens on page 0 are skipped: that page is taken to be nobody's."""
 
@@ -283,4 +287,4 @@ class KeepsPageIdsInFiveBits(LooksUpPages):
     """Page ids from 32 on wrap: a table stored in too narrow a type."""
 
     def look_up(self, problem: AttentionProblem, where: QueryRow, at: PageOffsets) -> IntArray:
-        return (problem.cache.page_table[where.request][at.page] % 32) * problem.cache.page_size + at.offset
+        return np.asarray((problem.cache.page_table[where.request][at.page] % 32) * problem.cache.page_size + at.offset)

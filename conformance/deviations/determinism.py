@@ -52,7 +52,9 @@ class AddsKeysInAnyOrder(Races):
         return PartialState(right.m, float(np.cumsum(p)[-1]), np.cumsum(terms, axis=0)[-1].astype(np.float64))
 
 
-@deviates("DETERMINISM-RUN", fault_class="C", report="BR-98 vllm-project/vllm#25520; BR-05 Dao-AILab/flash-attention#2906")
+@deviates(
+    "DETERMINISM-RUN", fault_class="C", report="BR-98 vllm-project/vllm#25520; BR-05 Dao-AILab/flash-attention#2906"
+)
 class KeepsLeftoverAccumulators(StepsBackend):
     """Accumulators are not cleared between calls; the first call is right."""
 
@@ -61,13 +63,15 @@ class KeepsLeftoverAccumulators(StepsBackend):
         self.leftover: FloatArray | None = None
 
     def store(self, tensors: Tensors, result: AttentionResult) -> None:
-        has_leftover = self.leftover is not None and self.leftover.shape == result.out.shape
-        out = result.out + self.leftover if has_leftover else result.out
+        leftover = self.leftover
+        out = result.out if leftover is None or leftover.shape != result.out.shape else result.out + leftover
         self.leftover = result.out
         super().store(tensors, AttentionResult(out, result.lse))
 
 
-@deviates("DETERMINISM-RUN", fault_class="D", report="BR-86 turboderp-org/exllamav3#316: calls that differ on a padded head")
+@deviates(
+    "DETERMINISM-RUN", fault_class="D", report="BR-86 turboderp-org/exllamav3#316: calls that differ on a padded head"
+)
 class ReadsAnUninitializedLane(StepsBackend):
     """The last component of the output takes what an earlier call left beside it."""
 
@@ -91,7 +95,9 @@ class LosesAnUpdateNowAndThen(Races):
             super().accumulate(into, at, values)
 
 
-@deviates("DETERMINISM-RUN", fault_class="N", report="BR-116 Dao-AILab/flash-attention#2033: atomics where order is promised")
+@deviates(
+    "DETERMINISM-RUN", fault_class="N", report="BR-116 Dao-AILab/flash-attention#2033: atomics where order is promised"
+)
 class AddsGradientsInAnyOrder(Races):
     """dk and dv are rounded to float32 and added in an order that changes, and run-to-run equality is declared."""
 

@@ -48,7 +48,9 @@ class Deviation:
     id: str  # says the mistake, e.g. counts-a-duplicate-twice
     clause: str
     idea: str  # one sentence
-    report: str  # the real bug it stands for: owner/repository#thread, or the package or article that names it
+    report: (
+        str  # the real bug it stands for (BR-n: a row of the survey of reports), else who names the mistake, else none
+    )
     fault_class: FaultClass
     build: Callable[[], Backend]  # a fresh backend that makes the mistake
 

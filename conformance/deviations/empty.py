@@ -1,5 +1,7 @@
 """Mistakes about rows that see no key, and about their neighbours. [EMPTY]"""
 
+from dataclasses import replace
+
 import numpy as np
 
 from attnconform.conformance.deviations.deviation import deviates
@@ -110,15 +112,17 @@ class BreaksOnLeadingEmptyRows(RewritesResults):
     """Empty rows at the start of the batch are NaN, and nowhere else."""
 
     def rewrite(self, out: FloatArray, lse: FloatArray, empty: BoolArray) -> None:
-        out[np.logical_and.accumulate(empty, axis=0)] = np.nan
+        out[np.asarray(np.logical_and.accumulate(empty, axis=0))] = np.nan
 
 
-@deviates("EMPTY-NEIGHBOUR", fault_class="E", report="BR-08 NVIDIA/cudnn-frontend#439: a loop that ends at an empty row")
+@deviates(
+    "EMPTY-NEIGHBOUR", fault_class="E", report="BR-08 NVIDIA/cudnn-frontend#439: a loop that ends at an empty row"
+)
 class StopsAtAnEmptyRow(RewritesResults):
     """Rows after an empty one are not computed and stay 0."""
 
     def rewrite(self, out: FloatArray, lse: FloatArray, empty: BoolArray) -> None:
-        after = np.logical_or.accumulate(empty, axis=0)
+        after = np.asarray(np.logical_or.accumulate(empty, axis=0))
         out[after], lse[after] = 0.0, -np.inf
 
 
@@ -133,12 +137,11 @@ class WritesTheLseOfAnEmptyRowIntoItsNeighbour(RewritesResults):
 
 @deviates("EMPTY-NEIGHBOUR", fault_class="E", report="BR-07 ikawrakow/ik_llama.cpp#2344: NaN that spreads in a tile")
 class SpreadsAnEmptyRowOverItsTile(RewritesResults):
-    """A head of a row that is empty makes the other heads of the row NaN where they share a tile."""
+    """The NaN of an empty row reaches the row after it, which shares its tile."""
 
     def rewrite(self, out: FloatArray, lse: FloatArray, empty: BoolArray) -> None:
-        out[empty.any(axis=1)[:, None] & ~empty] = np.nan
-        rows = np.flatnonzero(empty.any(axis=1))
-        out[(rows[rows + 1 < len(out)] + 1)] = np.nan
+        spread = ~empty[1:] & empty[:-1]
+        out[1:][spread] = np.nan
 
 
 @deviates("EMPTY-POLICY", fault_class="E", report="article 1, 3.2: an empty row is defined and recorded")
@@ -148,9 +151,7 @@ class IgnoresTheEmptyRowPolicy(Steps):
     def attend(
         self, problem: AttentionProblem, where: QueryRow, qo_head: int, q: FloatArray, k: FloatArray, v: FloatArray
     ) -> tuple[FloatArray, float]:
-        if not len(self.effective(problem, where, qo_head)):
-            return np.zeros(v.shape[2]), -np.inf
-        return super().attend(problem, where, qo_head, q, k, v)
+        return super().attend(replace(problem, empty_row="zero"), where, qo_head, q, k, v)
 
 
 @deviates("EMPTY-POLICY", fault_class="E", report="BR-10 Dao-AILab/flash-attention#2776: an empty domain that raises")

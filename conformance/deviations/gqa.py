@@ -46,7 +46,9 @@ class ReadsValuesOfAnotherHead(Steps):
         return super().attend(problem, where, qo_head, q, k, swapped)
 
 
-@deviates("GQA-MAP", fault_class="G", report="BR-41 Dao-AILab/flash-attention#2528: heads packed into rows, unpacked wrong")
+@deviates(
+    "GQA-MAP", fault_class="G", report="BR-41 Dao-AILab/flash-attention#2528: heads packed into rows, unpacked wrong"
+)
 class StoresHeadsWithinGroupsFirst(Steps):
     """Heads are computed group by group and stored as if member by member."""
 
@@ -124,7 +126,9 @@ class ReadsListsHeadMajor(FindsLists):
         return head * (problem.candidates.num_lists // problem.lists_per_block) + row
 
 
-@deviates("GQA-LISTS", fault_class="K", report="BR-44 vllm-project/vllm#51848: per-token and per-block metadata mixed up")
+@deviates(
+    "GQA-LISTS", fault_class="K", report="BR-44 vllm-project/vllm#51848: per-token and per-block metadata mixed up"
+)
 class ReadsAListForEveryRow(FindsLists):
     """A list of several query rows is looked up by row, as if each row had its own."""
 

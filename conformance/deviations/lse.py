@@ -55,7 +55,7 @@ class ReturnsTheMaximumForLse(ConvertsLse):
         return state.m if np.isfinite(state.m) else lse
 
 
-@deviates("LSE-NATURAL", fault_class="L", report="BR-36 family: the sum stored where its logarithm belongs")
+@deviates("LSE-NATURAL", fault_class="L", report="no report: the sum stored where its logarithm belongs")
 class ReturnsTheSumForLse(ConvertsLse):
     """The logarithm of the sum is forgotten."""
 
@@ -108,7 +108,7 @@ class LeavesTheSinkOutOfLse(AddsTheSink):
         return finish(add_sink(state, sink))[0], finish(state)[1]
 
 
-@deviates("LSE-SINK", fault_class="L", report="gpt-oss style sinks: an lse with, an output without")
+@deviates("LSE-SINK", fault_class="L", report="no report: an lse with the sink, an output without")
 class LeavesTheSinkOutOfTheOutput(AddsTheSink):
     """The sink is in lse, and not in the output's denominator."""
 

@@ -10,7 +10,7 @@ from attnconform.reference.coordinates import BoolArray, FloatArray, IntArray, P
 from attnconform.reference.problem import AttentionProblem, QueryRow
 from attnconform.reference.rule_values import document_of, mask_allows
 from attnconform.reference.rules import And, Causal, Document, MaskRule, Or, PrefixLM, Window
-from attnconform.reference.states import PartialState, empty_state, softmax_state
+from attnconform.reference.states import PartialState, softmax_state
 from attnconform.reference.steps import Steps
 
 TILE = 16  # keys of a kernel's tile
@@ -29,9 +29,9 @@ class ReadsRules(Steps):
         """As `mask_allows`, with the parts of a composition asked one by one."""
         match rule:
             case And(rules):
-                return np.logical_and.reduce([self.allows(part, where, kv_idx) for part in rules])
+                return np.asarray(np.logical_and.reduce([self.allows(part, where, kv_idx) for part in rules]))
             case Or(rules):
-                return np.logical_or.reduce([self.allows(part, where, kv_idx) for part in rules])
+                return np.asarray(np.logical_or.reduce([self.allows(part, where, kv_idx) for part in rules]))
         return mask_allows(rule, where.request, where.q_idx, kv_idx)
 
 
@@ -97,7 +97,7 @@ class IgnoresTheRightEdgeOfAWindow(MovesWindows):
         return Window(rule.left, None)
 
 
-@deviates("MASK-WINDOW", fault_class="M", report="flash-attention: 0 and -1 mixed up as words for unlimited")
+@deviates("MASK-WINDOW", fault_class="M", report="BR-43 flashinfer-ai/flashinfer#5189: 0 as a word for unlimited")
 class ReadsAWindowOfZeroAsUnlimited(MovesWindows):
     """A bound of 0, the diagonal, is taken for no bound."""
 
@@ -240,7 +240,7 @@ class ReadsAndAsOr(ReadsRules):
         return super().allows(Or(rule.rules) if isinstance(rule, And) else rule, where, kv_idx)
 
 
-@deviates("MASK-COMPOSE", fault_class="M", report="flash-attention: a window ANDed with a custom mask")
+@deviates("MASK-COMPOSE", fault_class="M", report="article 2, 1.1: and_masks for or_masks, the other way")
 class ReadsOrAsAnd(ReadsRules):
     """Only what every rule of an Or allows is seen."""
 
@@ -248,7 +248,7 @@ class ReadsOrAsAnd(ReadsRules):
         return super().allows(And(rule.rules) if isinstance(rule, Or) else rule, where, kv_idx)
 
 
-@deviates("MASK-COMPOSE", fault_class="A", report="BR-93 family: flags of a wrapper, the last one wins")
+@deviates("MASK-COMPOSE", fault_class="A", report="no report: of several flags the last one wins")
 class AppliesTheLastRuleOnly(ReadsRules):
     """Of several rules, the last one decides."""
 
@@ -264,7 +264,9 @@ class DistributesAndOverOr(ReadsRules):
         if isinstance(rule, Or):
             conjunctions = [part for part in rule.rules if isinstance(part, And)]
             everything = super().allows(rule, where, kv_idx)
-            return np.logical_and.reduce([everything, *(self.allows(part, where, kv_idx) for part in conjunctions)])
+            return np.asarray(
+                np.logical_and.reduce([everything, *(self.allows(part, where, kv_idx) for part in conjunctions)])
+            )
         return super().allows(rule, where, kv_idx)
 
 
@@ -276,8 +278,10 @@ class KeepsMaskedKeys(Steps):
     ) -> tuple[FloatArray, float]:
         listed = self.candidates(problem, where, qo_head)
         if not len(listed):
-            return self.finish(problem, qo_head, empty_state(v.shape[2]))
+            return super().attend(problem, where, qo_head, q, k, v)
         allowed = mask_allows(problem.mask_rule, where.request, where.q_idx, listed.values)
+        if problem.empty_row == "refuse" and not allowed.any():
+            return super().attend(problem, where, qo_head, q, k, v)
         slots, kv_head = self.slots(problem, where, listed).values, self.kv_head(problem, qo_head)
         scores, _ = self.scores(problem, where, qo_head, listed, k[slots, kv_head] @ q)
         with np.errstate(all="ignore"):
@@ -342,11 +346,10 @@ class StartsFromAMaskedTile(KeepsMaskedKeys):
     """A first tile that is masked whole leaves exp(-inf - -inf) behind."""
 
     def masked_state(self, scores: FloatArray, allowed: BoolArray, v: FloatArray) -> PartialState:
-        masked = np.where(allowed, scores, -np.inf)
-        p = np.exp(masked[:TILE] - masked[:TILE].max())
-        first = PartialState(float(masked[:TILE].max()), float(p.sum()), p[allowed[:TILE]] @ v[:TILE][allowed[:TILE]])
-        rest = softmax_state(scores[TILE:][allowed[TILE:]], v[TILE:][allowed[TILE:]])
-        return super().merge([first, rest], v.shape[1])
+        right = softmax_state(scores[allowed], v[allowed])
+        masked = np.where(allowed, scores, -np.inf)[:TILE]
+        p = np.exp(masked - masked.max())  # NaN where all are masked, and NaN stays NaN through every rescale
+        return replace(right, l=right.l + 0 * float(p.sum()), o=right.o + 0 * p.sum())
 
 
 @deviates("MASK-INTERFERE", fault_class="P", report="BR-14 Dao-AILab/flash-attention#1745")
@@ -367,7 +370,7 @@ class ReadsTheWholeRequest(Steps):
         every = Positions(np.arange(int(problem.seqlen_kv[where.request])))
         selected = np.isin(every.values, self.effective(problem, where, qo_head).values)
         if not selected.any():
-            return self.finish(problem, qo_head, empty_state(v.shape[2]))
+            return super().attend(problem, where, qo_head, q, k, v)
         slots, kv_head = self.slots(problem, where, every).values, self.kv_head(problem, qo_head)
         scores, _ = self.scores(problem, where, qo_head, every, k[slots, kv_head] @ q)
         with np.errstate(all="ignore"):
@@ -459,7 +462,7 @@ class DropsTheRaggedLastPage(Steps):
         return Positions(kept.values[kept.values < int(problem.seqlen_kv[where.request]) // page_size * page_size])
 
 
-@deviates("MASK-TAIL", fault_class="M", report="bugs at L = 257: the last key of a request is lost")
+@deviates("MASK-TAIL", fault_class="M", report="no report: a length used as the index of the last key")
 class DropsTheLastCommittedToken(Steps):
     """The committed length is used as the index of the last key to leave out."""
 

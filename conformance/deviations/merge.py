@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import reduce
+from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
@@ -14,12 +15,13 @@ from attnconform.reference.steps import Steps
 
 LN_2 = float(np.log(2.0))
 SENTINEL = -5e4
+FLOAT32_EXPONENT = 88.0  # e to this power is more than float32 holds, e to its negative less
 
 
 def pieces(num_keys: int, count: int) -> list[slice]:
     """`count` contiguous pieces of nearly equal size; some are empty where there are fewer keys."""
     edges = [i * num_keys // count for i in range(count + 1)]
-    return [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    return [slice(a, b) for a, b in pairwise(edges)]
 
 
 def from_output(out: FloatArray, lse: float) -> PartialState:
@@ -44,7 +46,9 @@ class LosesTheLastSplit(InPieces):
         return super().merge(states[:-1], head_dim_vo)
 
 
-@deviates("MERGE-SPLIT", fault_class="S", report="BR-31 flashinfer-ai/flashinfer#4972: splits that do not cover the keys")
+@deviates(
+    "MERGE-SPLIT", fault_class="S", report="BR-31 flashinfer-ai/flashinfer#4972: splits that do not cover the keys"
+)
 class LosesTheRemainder(Steps):
     """The number of keys is divided by that of the splits, and the remainder is left over."""
 
@@ -70,7 +74,7 @@ class AddsStatesWithoutRescaling(InPieces):
         return PartialState(max(s.m for s in states), sum(s.l for s in states), o)
 
 
-@deviates("MERGE-DISJOINT", fault_class="S", report="two kernels that both start from split 0")
+@deviates("MERGE-DISJOINT", fault_class="S", report="no report: two workers that both start from split 0")
 class MergesTheFirstSplitTwice(InPieces):
     """The first piece is merged twice, the second one never."""
 
@@ -167,10 +171,8 @@ class TakesTheMaximumOfAnEmptySplitAsZero(InPieces):
 
     def merge(self, states: list[PartialState], head_dim_vo: int) -> PartialState:
         right = super().merge(states, head_dim_vo)
-        if all(s.l for s in states) or right.m >= 0 or not right.l:
-            return right
-        weight = float(np.exp(np.float32(right.m)))
-        return PartialState(0.0, weight * right.l, weight * right.o)
+        underflows = right.m < -FLOAT32_EXPONENT and not all(s.l for s in states)
+        return empty_state(head_dim_vo) if underflows else right
 
 
 @deviates("MERGE-STATE", fault_class="S", report="article 1, 3.2: o is not normalized in a state")
@@ -212,12 +214,13 @@ class TakesTheLastMaximum(InPieces):
         if not seen:
             return empty_state(head_dim_vo)
         with np.errstate(all="ignore"):
-            weights = [float(np.exp(np.float32(s.m - seen[-1].m))) for s in seen]
+            gaps = np.array([s.m - seen[-1].m for s in seen])
+            weights = np.where(gaps > FLOAT32_EXPONENT, np.inf, np.exp(gaps))
             o = sum((w * s.o for w, s in zip(weights, seen, strict=True)), np.zeros(head_dim_vo))
             return PartialState(seen[-1].m, sum(w * s.l for w, s in zip(weights, seen, strict=True)), o)
 
 
-@deviates("MERGE-STATE", fault_class="Z", report="softmax without a maximum")
+@deviates("MERGE-STATE", fault_class="Z", report="no report: softmax without a maximum")
 class SubtractsNoMaximum(Steps):
     """Scores are exponentiated as they are, in float32."""
 

@@ -30,7 +30,7 @@ def rounded(values: FloatArray, dtype: npt.DTypeLike) -> FloatArray:
 def cut(values: FloatArray, bits: int) -> FloatArray:
     """Numbers with all but so many bits of their significand cut off."""
     significand, exponent = np.frexp(values)
-    return np.ldexp(np.trunc(np.ldexp(significand, bits)), exponent - bits)
+    return np.asarray(np.ldexp(np.trunc(np.ldexp(significand, bits)), exponent - bits))
 
 
 class RoundsWeights(Steps):
@@ -47,7 +47,7 @@ class RoundsWeights(Steps):
         raise NotImplementedError
 
 
-@deviates("BOUND-OUT", fault_class="Q", report="FlashAttention-3's fp8 path, undeclared")
+@deviates("BOUND-OUT", fault_class="Q", report="no report: an fp8 path that is not declared")
 class StoresWeightsInFp8(RoundsWeights):
     """Weights are rounded to fp8 e4m3 before they meet V."""
 
@@ -55,7 +55,7 @@ class StoresWeightsInFp8(RoundsWeights):
         return PartialState(m, float(p.sum()), rounded(p, ml_dtypes.float8_e4m3fn) @ v)
 
 
-@deviates("BOUND-OUT", fault_class="Q", report="a kernel for half precision that also takes float32")
+@deviates("BOUND-OUT", fault_class="Q", report="no report: a kernel for half precision that also takes float32")
 class StoresWeightsInBf16(RoundsWeights):
     """Weights are rounded to bf16 whatever the dtype of the problem."""
 
@@ -63,7 +63,7 @@ class StoresWeightsInBf16(RoundsWeights):
         return PartialState(m, float(p.sum()), rounded(p, ml_dtypes.bfloat16) @ v)
 
 
-@deviates("BOUND-OUT", fault_class="Q", report="vllm-project/vllm: accumulators in the storage dtype")
+@deviates("BOUND-OUT", fault_class="Q", report="no report: accumulators in the storage dtype")
 class AccumulatesInBf16(RoundsWeights):
     """The running output is rounded to bf16 after every key."""
 
@@ -74,7 +74,7 @@ class AccumulatesInBf16(RoundsWeights):
         return PartialState(m, float(p.sum()), o)
 
 
-@deviates("BOUND-OUT", fault_class="Q", report="BR-92 family: a sum that runs out of bits")
+@deviates("BOUND-OUT", fault_class="Q", report="no report: a sum that runs out of bits")
 class AccumulatesTheSumInFp16(RoundsWeights):
     """The running sum of weights is rounded to fp16 after every key."""
 
@@ -85,7 +85,7 @@ class AccumulatesTheSumInFp16(RoundsWeights):
         return PartialState(m, total, p @ v)
 
 
-@deviates("BOUND-OUT", fault_class="Q", report="block-sparse skipping by a threshold, undeclared")
+@deviates("BOUND-OUT", fault_class="Q", report="no report: skipping by a threshold, undeclared")
 class SkipsKeysFarBelowTheMaximum(RoundsWeights):
     """A key whose weight is below e^-7 of the largest is skipped."""
 
@@ -94,7 +94,7 @@ class SkipsKeysFarBelowTheMaximum(RoundsWeights):
         return PartialState(m, float(p[kept].sum()), p[kept] @ v[kept])
 
 
-@deviates("BOUND-OUT", fault_class="Q", report="exp2 by a short polynomial")
+@deviates("BOUND-OUT", fault_class="Q", report="no report: exp2 by a short polynomial")
 class UsesAShortPolynomialForExp(RoundsWeights):
     """2^f is a cubic in f, good to 1e-4."""
 
@@ -104,7 +104,7 @@ class UsesAShortPolynomialForExp(RoundsWeights):
         return PartialState(m, float(p.sum()), p @ v)
 
 
-@deviates("BOUND-OUT", fault_class="Q", report="microscaling: scores in the storage dtype")
+@deviates("BOUND-OUT", fault_class="Q", report="no report: scores in the storage dtype")
 class StoresScoresInFp16(Steps):
     """Scores are rounded to fp16."""
 
@@ -115,7 +115,7 @@ class StoresScoresInFp16(Steps):
         return rounded(scores, np.float16), slope
 
 
-@deviates("BOUND-OUT", fault_class="Q", report="tanh.approx.f32, where tanh is declared to 8 roundoffs")
+@deviates("BOUND-OUT", fault_class="Q", report="no report: tanh.approx.f32, where tanh is declared to 8 roundoffs")
 class UsesAFastTanh(Steps):
     """The soft cap's tanh is good to 2^-11."""
 
@@ -167,7 +167,7 @@ class StoresTheOutputThroughFp16(StepsBackend):
         super().store(tensors, replace(result, out=rounded(result.out, np.float16)))
 
 
-@deviates("BOUND-LSE", fault_class="Q", report="lse in the dtype of out")
+@deviates("BOUND-LSE", fault_class="Q", report="no report: lse in the dtype of out")
 class StoresLseInBf16(StepsBackend):
     """lse is rounded to bf16."""
 
@@ -175,7 +175,7 @@ class StoresLseInBf16(StepsBackend):
         super().store(tensors, replace(result, lse=rounded(result.lse, ml_dtypes.bfloat16)))
 
 
-@deviates("BOUND-GRAD", fault_class="Q", report="KV gradients accumulated in the storage dtype by atomics")
+@deviates("BOUND-GRAD", fault_class="Q", report="no report: gradients accumulated in the storage dtype by atomics")
 class AccumulatesGradientsInBf16(Steps):
     """dk and dv are rounded to bf16 after every row."""
 
@@ -184,7 +184,7 @@ class AccumulatesGradientsInBf16(Steps):
         into[at] = rounded(into[at], ml_dtypes.bfloat16)
 
 
-@deviates("BOUND-GRAD", fault_class="Q", report="D = rowsum(dO * O) from a rounded O, in half precision")
+@deviates("BOUND-GRAD", fault_class="Q", report="no report: rowsum(dO * O) in half precision")
 class RoundsDeltaToBf16(Steps):
     """delta is rounded to bf16."""
 

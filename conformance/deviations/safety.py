@@ -40,7 +40,11 @@ class LeavesLseOfOddHeadsUnwritten(StepsBackend):
         tensors.lse[:, 1::2] = before
 
 
-@deviates("SAFE-WRITE", fault_class="U", report="BR-05 Dao-AILab/flash-attention#2906: an empty tile that is scaled, not written")
+@deviates(
+    "SAFE-WRITE",
+    fault_class="U",
+    report="BR-05 Dao-AILab/flash-attention#2906: an empty tile that is scaled, not written",
+)
 class LeavesEmptyRowsUnwritten(StepsBackend):
     """A row that sees no key is skipped."""
 
@@ -86,7 +90,7 @@ def write_beside(output: torch.Tensor, offset: int) -> None:
         torch.as_strided(output, (1,), (1,), at).zero_()
 
 
-@deviates("SAFE-INPUTS", fault_class="A", report="the scale folded into q, in place")
+@deviates("SAFE-INPUTS", fault_class="A", report="no report: the scale folded into q, in place")
 class ScalesQInPlace(StepsBackend):
     """q is multiplied by the scale where it lies."""
 
@@ -96,7 +100,7 @@ class ScalesQInPlace(StepsBackend):
         return result
 
 
-@deviates("SAFE-INPUTS", fault_class="P", report="a tail that is cleared in the caller's cache to be safe to read")
+@deviates("SAFE-INPUTS", fault_class="P", report="no report: a tail cleared in the caller's cache to be safe to read")
 class ClearsUnownedSlots(StepsBackend):
     """Slots past the committed length are set to 0 in the caller's cache."""
 
@@ -128,7 +132,7 @@ class FallsBackUndeclared(StepsBackend):
         return replace(result, path="fallback: dense") if is_odd else result
 
 
-@deviates("SAFE-PATH", fault_class="C", report="article 1, 5.2: scratch is not the cache")
+@deviates("COORD-SLOT", fault_class="C", report="article 1, 5.2: scratch is not the cache")
 class ReadsAStaleCopyOfTheCache(StepsBackend):
     """Keys and values are gathered once, and later calls read the gathered copy."""
 
@@ -143,7 +147,7 @@ class ReadsAStaleCopyOfTheCache(StepsBackend):
         return q, *self.scratch
 
 
-@deviates("SAFE-WRITE", fault_class="C", report="BR-95 NVIDIA/TensorRT-LLM#18443; a captured graph over old storage")
+@deviates("SET-IDENTITY", fault_class="C", report="BR-95 NVIDIA/TensorRT-LLM#18443; a captured graph over old storage")
 class ReplaysTheFirstCall(StepsBackend):
     """Every call gives the first call's result."""
 
@@ -157,7 +161,7 @@ class ReplaysTheFirstCall(StepsBackend):
         super().store(tensors, self.first)
 
 
-@deviates("SAFE-WRITE", fault_class="U", report="KernelBench#165: a kernel that gives zeros")
+@deviates("SET-IDENTITY", fault_class="U", report="KernelBench#165: a kernel that gives zeros")
 class GivesZeros(StepsBackend):
     """Nothing is computed; out and lse are 0."""
 
@@ -221,7 +225,9 @@ class Forgives(Steps):
         return problem
 
 
-@deviates("SET-RANGE", fault_class="K", report="FlashMLA's own tests: ids past the end; BR-79 NVIDIA/cudnn-frontend#676")
+@deviates(
+    "SET-RANGE", fault_class="K", report="FlashMLA's own tests: ids past the end; BR-79 NVIDIA/cudnn-frontend#676"
+)
 class ClampsPositionsIntoTheRequest(Forgives):
     """A position past the committed length becomes the last one."""
 
@@ -321,7 +327,9 @@ class TakesNumbersAsTheyCome(Forgives):
             return super().forward(problem, q, k, v)
 
 
-@deviates("SAFE-SHAPE", fault_class="A", report="BR-110 family: a table of another length is read on")
+@deviates(
+    "SAFE-SHAPE", fault_class="A", report="BR-112 flashinfer-ai/flashinfer#2201: offsets into a table of another shape"
+)
 class PadsMissingSlopes(Forgives):
     """Slopes that are missing are taken for 0."""
 
@@ -340,10 +348,13 @@ class BroadcastsACacheOfOneHead(StepsBackend):
     def inputs(self, problem: ProblemView, tensors: Tensors) -> tuple[FloatArray, FloatArray, FloatArray]:
         q, k, v = super().inputs(problem, tensors)
         heads = problem.spec.num_kv_heads
-        return q, *(np.repeat(x, heads, axis=1) if x.shape[1] == 1 else x for x in (k, v))
+        k, v = (np.repeat(x, heads, axis=1) if x.shape[1] == 1 else x for x in (k, v))
+        return q, k, v
 
 
-@deviates("SAFE-SHAPE", fault_class="D", report="article 1, 7.2: head_dim is never padded silently; BR-85 flashinfer#4299")
+@deviates(
+    "SAFE-SHAPE", fault_class="D", report="article 1, 7.2: head_dim is never padded silently; BR-85 flashinfer#4299"
+)
 class PadsTheHeadDimOfQ(StepsBackend):
     """A q of a smaller head dimension is filled up with zeros."""
 

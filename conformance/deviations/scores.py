@@ -22,7 +22,7 @@ class ForgetsTheScale(Steps):
         return dot
 
 
-@deviates("SCORE-SCALE", fault_class="A", report="folded into q, and applied to the scores again")
+@deviates("SCORE-SCALE", fault_class="A", report="no report: a scale folded into q, and applied to the scores again")
 class ScalesTwice(Steps):
     """Dot products are scaled twice."""
 
@@ -47,7 +47,7 @@ class ScalesByTheValueHeadDim(Steps):
         return np.asarray(problem.sm_scale * np.sqrt(problem.head_dim_qk / problem.head_dim_vo) * dot)
 
 
-@deviates("SCORE-SCALE", fault_class="L", report="exp2 without the factor log2 e")
+@deviates("SCORE-SCALE", fault_class="L", report="no report: exp2 without the factor log2 e")
 class ExponentiatesInBaseTwo(Steps):
     """Weights are powers of two instead of e, lse converted back."""
 
@@ -130,7 +130,7 @@ class AlibiUsesTheKvHead(AppliesAlibi):
         return rule.slopes[qo_head // problem.group_size] * (kv_idx - where.q_idx)
 
 
-@deviates("SCORE-HEAD", fault_class="G", report="one slope per launch: the head inside the group")
+@deviates("SCORE-HEAD", fault_class="G", report="no report: the head's place in its group where its number is meant")
 class AlibiUsesTheHeadInsideItsGroup(AppliesAlibi):
     """The slope is that of the head's place within its group."""
 
@@ -225,7 +225,7 @@ class MultipliesTheTanhByTheScore(AppliesTheCap):
         return np.asarray(scores * np.tanh(scores / cap))
 
 
-@deviates("SCORE-SOFTCAP", fault_class="A", report="a hard clamp for a soft cap")
+@deviates("SCORE-SOFTCAP", fault_class="A", report="no report: a hard clamp for a soft cap")
 class ClampsInsteadOfCapping(AppliesTheCap):
     """Scores are cut off at the cap."""
 
@@ -233,7 +233,7 @@ class ClampsInsteadOfCapping(AppliesTheCap):
         return np.clip(scores, -cap, cap)
 
 
-@deviates("SCORE-SOFTCAP", fault_class="A", report="a plan-time reciprocal that went missing")
+@deviates("SCORE-SOFTCAP", fault_class="A", report="no report: a reciprocal of the cap that went missing")
 class CapsTheWrongQuotient(AppliesTheCap):
     """tanh sees the score, not score / cap."""
 

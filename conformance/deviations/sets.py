@@ -69,13 +69,13 @@ class CountsADuplicateTwice(JoinsLists):
         return np.concatenate([dynamic, others])
 
 
-@deviates("SET-DUPLICATE", fault_class="K", report="sets by symmetric difference: a toggled bit per listed position")
+@deviates("SET-DUPLICATE", fault_class="K", report="no report: a bit that is toggled, not set, for a listed position")
 class CancelsADuplicate(ReadsEntries):
     """Listing a position a second time takes it out again."""
 
     def change(self, entries: IntArray, last_entry: int) -> IntArray:
         listed, times = np.unique(entries, return_counts=True)
-        return listed[times % 2 == 1]
+        return np.asarray(listed[times % 2 == 1])
 
 
 @deviates("SET-DUPLICATE", fault_class="K", report="article 1, 1.1: unique() without the sort that it needs")
@@ -106,7 +106,9 @@ class ReadsAHoleAsKeyZero(ReadsEntries):
         return np.maximum(entries, 0)
 
 
-@deviates("SET-HOLE", fault_class="K", report="BR-79 NVIDIA/cudnn-frontend#676: a valid length read over a list with gaps")
+@deviates(
+    "SET-HOLE", fault_class="K", report="BR-79 NVIDIA/cudnn-frontend#676: a valid length read over a list with gaps"
+)
 class CountsTheValidEntriesFromTheFront(ReadsEntries):
     """The number of valid entries is used as a length, so that a hole in front pushes a key off the end."""
 
@@ -119,7 +121,7 @@ class ReadsAHoleFromTheEnd(ReadsEntries):
     """A hole is an index that counts from the end, and the last position is attended."""
 
     def change(self, entries: IntArray, last_entry: int) -> IntArray:
-        return np.where(entries == HOLE, last_entry, entries)
+        return np.asarray(np.where(entries == HOLE, last_entry, entries))
 
 
 @deviates("SET-ORDER", fault_class="K", report="flashinfer-ai/flashinfer#5083: sorted lists assumed")
@@ -129,7 +131,7 @@ class StopsWhereTheListDescends(ReadsEntries):
     def change(self, entries: IntArray, last_entry: int) -> IntArray:
         listed = entries[entries != HOLE]
         descends = np.flatnonzero(np.diff(listed) < 0)
-        return listed[: descends[0] + 1] if descends.size else listed
+        return np.asarray(listed[: descends[0] + 1] if descends.size else listed)
 
 
 @deviates("SET-IDENTITY", fault_class="K", report="article 1, 1.2: an interval stands for a list")
@@ -146,7 +148,7 @@ class DropsTheLastEntry(ReadsEntries):
     """The last listed position is never read."""
 
     def change(self, entries: IntArray, last_entry: int) -> IntArray:
-        return entries[entries != HOLE][:-1]
+        return np.asarray(entries[entries != HOLE][:-1])
 
 
 @deviates("SET-IDENTITY", fault_class="K", report="article 1, 1.2: the end of indptr is exclusive")
@@ -165,7 +167,7 @@ class TruncatesLongLists(ReadsEntries):
     """A list longer than the capacity loses its end."""
 
     def change(self, entries: IntArray, last_entry: int) -> IntArray:
-        return entries[entries != HOLE][:CAPACITY]
+        return np.asarray(entries[entries != HOLE][:CAPACITY])
 
 
 @deviates("SET-IDENTITY", fault_class="K", report="BR-80 sgl-project/sglang#30512: slots that selection left unwritten")

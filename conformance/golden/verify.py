@@ -44,7 +44,8 @@ def fault_of(path: str) -> str | None:
 
 def refusal_fault(vector: Vector) -> str | None:
     """Whether the reference refuses the problem as the vector says."""
-    assert vector.structure is not None and vector.refusal is not None
+    assert vector.structure is not None
+    assert vector.refusal is not None
     try:
         check_problem(build_problem(vector.structure))
     except RefusedInput as refused:

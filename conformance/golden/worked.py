@@ -17,7 +17,9 @@ from attnconform.reference.rules import And, Causal, Window
 from attnconform.reference.states import PartialState, merge, merge_all
 
 
-def as_vector(slug: str, clause: str, fault: str, effect: str, given: dict[str, object], expected: dict[str, object]) -> Vector:
+def as_vector(
+    slug: str, clause: str, fault: str, effect: str, given: dict[str, object], expected: dict[str, object]
+) -> Vector:
     """A worked vector; its numbers are exact, so it has no bound."""
 
     def arrays(named: dict[str, object]):  # type: ignore[no-untyped-def]
@@ -70,7 +72,9 @@ def denominator_vector() -> Vector:
     total = merge_all([PartialState(m, s, np.zeros(1)) for m, s in zip(maxima, sums, strict=True)], 1)
     effect = "adding the sums as they are gives 60"
     given = {"m": maxima, "l": sums}
-    return as_vector("denominator", "MERGE-SPLIT", "adds-sums-of-different-maxima", effect, given, {"m": total.m, "l": total.l})
+    return as_vector(
+        "denominator", "MERGE-SPLIT", "adds-sums-of-different-maxima", effect, given, {"m": total.m, "l": total.l}
+    )
 
 
 def block_mask_vector() -> Vector:
@@ -109,8 +113,17 @@ def set_vector() -> Vector:
     )
     positions, slots = effective_sets(problem).of(0, 0)
     effect = "a repeated position adds ln 2 to its score"
-    given = {"dynamic": [5, -1, 2, 5], "window": 2, "num_sink_tokens": 1, "q_idx": 7, "seqlen_kv": 8, "page_table": [1, 0]}
-    return as_vector("set", "SET-DUPLICATE", "counts-a-duplicate-twice", effect, given, {"positions": positions, "slots": slots})
+    given = {
+        "dynamic": [5, -1, 2, 5],
+        "window": 2,
+        "num_sink_tokens": 1,
+        "q_idx": 7,
+        "seqlen_kv": 8,
+        "page_table": [1, 0],
+    }
+    return as_vector(
+        "set", "SET-DUPLICATE", "counts-a-duplicate-twice", effect, given, {"positions": positions, "slots": slots}
+    )
 
 
 def philox_vector() -> Vector:

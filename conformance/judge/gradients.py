@@ -45,7 +45,7 @@ def compare_gradients(
 
 @checks(
     "GRAD-FORMULA", "GRAD-SET", "GRAD-SUM", "GRAD-SOFTCAP", "GRAD-SINK", "GRAD-LSE", "GRAD-ZERO", "EMPTY-GRAD",
-    "BLOCK-TRANSPOSE", "SAFE-INPUTS", "SET-ALIAS", "SCORE-HEAD", "GQA-MAP",
+    "BLOCK-TRANSPOSE", "SAFE-INPUTS", "BOUND-GRAD", "SET-ALIAS", "SCORE-HEAD", "GQA-MAP",
 )  # fmt: skip
 def check_gradients(trial: Trial) -> list[Finding]:
     """dQ, dK, dV and dsink, each alone, element by element."""

@@ -83,6 +83,7 @@ def judge_case(case: Case, backend: Backend, checks: Sequence[Check] | None = No
         usage=trial.usage,
         usage_probable=trial.usage_probable,
         unresolved=trial.unresolved,
+        void=trial.void,
         seconds=time.perf_counter() - started,
         calls=trial.calls,
     )

@@ -76,6 +76,7 @@ class Trial:
         self.usage: dict[str, float] = {}
         self.usage_probable: dict[str, float] = {}
         self.unresolved = 0
+        self.void = 0
 
     @cached_property
     def edges(self) -> EffectiveSets:

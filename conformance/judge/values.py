@@ -28,8 +28,8 @@ class Comparison:
     probable: FloatArray  # an honest kernel is rarely farther away
 
     def ratio(self, bound: FloatArray) -> FloatArray:
-        """error / bound; 0 where they agree exactly, inf where only one side is finite."""
-        same = (self.got == self.want) | (np.isnan(self.got) & np.isnan(self.want))
+        """error / bound; 0 where they agree exactly or the element is VOID, inf where only one side is finite."""
+        same = (self.got == self.want) | (np.isnan(self.got) & np.isnan(self.want)) | np.isinf(self.worst)
         with np.errstate(invalid="ignore", divide="ignore"):
             ratio = np.abs(self.got - self.want) / bound
         return np.where(same, 0.0, np.where(np.isnan(ratio), np.inf, ratio))
@@ -37,6 +37,11 @@ class Comparison:
     @property
     def worst_ratio(self) -> float:
         return float(self.ratio(self.worst).max(initial=0.0))
+
+    @property
+    def num_void(self) -> int:
+        """Elements without a bound: not judged, and never a pass. [BOUND-VOID]"""
+        return int(np.isinf(self.worst).sum())
 
     @property
     def probable_ratio(self) -> float:
@@ -74,7 +79,8 @@ def compare_forward(trial: Trial, values: Values, observed: Observed, oracle: At
     "SCORE-SCALE", "SCORE-ORDER", "SCORE-ALIBI", "SCORE-SOFTCAP", "SCORE-HEAD", "EMPTY-OUT", "EMPTY-LSE",
     "EMPTY-NEIGHBOUR", "EMPTY-POLICY", "LSE-NATURAL", "LSE-SINK", "MERGE-STATE", "MERGE-DISJOINT", "MERGE-EMPTY",
     "MERGE-SPLIT", "MERGE-OUTPUTS", "MASK-BEFORE-MAX", "MASK-NO-BIAS", "MASK-INTERFERE", "MASK-TAIL", "GQA-MAP",
-    "COORD-LOGICAL", "COORD-RENUMBER", "COORD-STRIDE", "COORD-ROW",
+    "COORD-LOGICAL", "COORD-RENUMBER", "COORD-STRIDE", "COORD-ROW", "BOUND-OUT", "BOUND-LSE", "BOUND-PROBABILISTIC",
+    "BOUND-VOID",
 )  # fmt: skip
 def check_values(trial: Trial) -> list[Finding]:
     """Each element of out and lse within its bound; a row that sees no key exactly 0 and -inf."""
@@ -91,7 +97,11 @@ def judge_comparisons(
         name = comparison.name
         trial.usage[name] = max(trial.usage.get(name, 0.0), comparison.worst_ratio)
         trial.usage_probable[name] = max(trial.usage_probable.get(name, 0.0), comparison.probable_ratio)
+        trial.void += comparison.num_void
         clauses = value_clauses(trial, name)
+        if comparison.num_void == comparison.want.size > 0:
+            message = f"{name}: the declared arithmetic bounds none of its {comparison.want.size} elements"
+            findings.append(Finding(state="UNRESOLVED", clauses=("BOUND-VOID",), message=message))
         if comparison.worst_ratio > 1:
             nonfinite = not np.isfinite(comparison.got[np.isfinite(comparison.want)]).all()
             kind: State = "FAIL_nonfinite" if nonfinite else state

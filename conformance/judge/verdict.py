@@ -42,6 +42,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     usage: dict[str, float] = {}  # output name -> largest error / bound, worst-case form
     usage_probable: dict[str, float] = {}  # likewise, probabilistic form
     unresolved: int = 0  # edges that the membership probe could not tell
+    void: int = 0  # elements that the declared arithmetic does not bound
     seconds: float = 0.0
     calls: int = 0  # backend calls made
 

@@ -1,31 +1,49 @@
 """What one tile of edges contributes to the gradients: the steps that both directions of the backward share.
 
-A tile of edges is oriented by its caller, [rows, keys] or [keys, rows], so values of a row come as [TILE_M, 1] or
-[1, TILE_M] and everything here broadcasts. Scores are formed again as the forward forms them; probabilities come from
-the saved lse, which already holds the sink. [GRAD-FORMULA, SCORE-ORDER, LSE-SINK]
+A tile of edges is [TILE_M, TILE_KV], rows by keys. Scores are formed again as the forward forms them; probabilities
+come from the saved lse, which already holds the sink. [GRAD-FORMULA, SCORE-ORDER, LSE-SINK]
 """
 
 import triton
 import triton.language as tl
 
-from attnconform.kernels.sparse_attention.numerics import LOG2_E
+from attnconform.kernels.sparse_attention.numerics import LOG2_E, dot, narrow
 from attnconform.kernels.sparse_attention.rules import ALIBI, tanh
 
 
 @triton.jit
+def differentiate_edges(
+    q, k, v, dout,  # [TILE_M, PADDED_QK], [TILE_KV, PADDED_QK], [TILE_KV, PADDED_VO], [TILE_M, PADDED_VO]
+    lse, delta,  # [TILE_M]; lse is +inf where a row has no key
+    admitted,  # [TILE_M, TILE_KV]
+    heads, is_row,  # [TILE_M] query heads
+    distance,  # [TILE_M, TILE_KV] kv_idx - q_idx
+    score_params_ptr, sm_scale, num_qo_heads,
+    SCORE_CODES: tl.constexpr,
+):  # fmt: skip
+    """Probabilities, and gradients of the scores before the score rules, in the storage dtype; 0 where not admitted."""
+    no_edges = tl.zeros(admitted.shape, tl.float32)
+    scores, slope = apply_score_rules_with_slope(
+        dot(q, tl.trans(k), no_edges) * sm_scale, heads, is_row, distance, score_params_ptr, num_qo_heads, SCORE_CODES
+    )
+    value_products = dot(dout, tl.trans(v), no_edges)
+    probs = tl.where(admitted, tl.exp2((scores - lse[:, None]) * LOG2_E), 0.0)
+    score_grads = tl.where(admitted, probs * (value_products - delta[:, None]) * slope, 0.0)
+    return narrow(probs, v.dtype), narrow(score_grads, k.dtype)
+
+
+@triton.jit
 def apply_score_rules_with_slope(
-    scores,  # float32, sm_scale * q.k
-    heads,  # query heads, of rows
-    is_row,
-    distance,  # kv_idx - q_idx
-    score_params_ptr,
-    num_qo_heads,
+    scores,  # [TILE_M, TILE_KV] float32, sm_scale * q.k
+    heads, is_row,  # [TILE_M] query heads
+    distance,  # [TILE_M, TILE_KV] kv_idx - q_idx
+    score_params_ptr, num_qo_heads,
     CODES: tl.constexpr,
-):
+):  # fmt: skip
     """Scores after every rule, and their derivative by the score before the first rule. [SCORE-ORDER, GRAD-SOFTCAP]"""
     slope = 1.0
     for rule in tl.static_range(len(CODES)):
-        param = tl.load(score_params_ptr + rule * num_qo_heads + heads, mask=is_row, other=1.0)
+        param = tl.load(score_params_ptr + rule * num_qo_heads + heads, mask=is_row, other=1.0)[:, None]
         if CODES[rule] == ALIBI:
             scores += param * distance.to(tl.float32)
         else:
@@ -35,21 +53,6 @@ def apply_score_rules_with_slope(
             slope = slope * (4.0 * decay / ((1.0 + decay) * (1.0 + decay)))
             scores = param * tanh(ratio)
     return scores, slope
-
-
-@triton.jit
-def weigh_edges(
-    scores,  # float32, after the score rules
-    slope,
-    value_products,  # float32, dout.v
-    lse,  # of rows; +inf where a row has no key
-    delta,  # of rows
-    is_admitted,
-):
-    """Probabilities, and gradients of the scores before the score rules; exactly 0 where not admitted. [GRAD-FORMULA]"""
-    probs = tl.where(is_admitted, tl.exp2((scores - lse) * LOG2_E), 0.0)
-    score_grads = tl.where(is_admitted, probs * (value_products - delta) * slope, 0.0)
-    return probs, score_grads
 
 
 @triton.jit

@@ -15,15 +15,20 @@ import triton.language as tl
 from torch import Tensor
 
 from attnconform.kernels.sparse_attention.backward_edges import (
-    apply_score_rules_with_slope,
+    differentiate_edges,
     load_row_state,
     load_vectors,
-    weigh_edges,
 )
 from attnconform.kernels.sparse_attention.backward_query import RowInputs, cache_strides, padded_dim
-from attnconform.kernels.sparse_attention.backward_transpose import TransposedPlan
+from attnconform.kernels.sparse_attention.backward_transpose import PAIR_FIELDS, TransposedPlan
 from attnconform.kernels.sparse_attention.numerics import dot, narrow
 from attnconform.kernels.sparse_attention.plan import Plan
+
+Q_START = tl.constexpr(PAIR_FIELDS.index("q_start"))
+Q_COUNT = tl.constexpr(PAIR_FIELDS.index("q_count"))
+HEAD_START = tl.constexpr(PAIR_FIELDS.index("head_start"))
+CELL = tl.constexpr(PAIR_FIELDS.index("cell"))
+PAIR_WIDTH = tl.constexpr(len(PAIR_FIELDS))
 
 
 def launch_key_gradients(
@@ -55,14 +60,13 @@ def _launch_items(
     partial_dv: Tensor,
 ) -> None:
     q, k_cache, v_cache, dout, lse, delta = inputs
-    shape, tiles, readers, items = transposed.shape, transposed.tiles, transposed.readers, transposed.items
+    shape, tiles, items = transposed.shape, transposed.tiles, transposed.items
     key_gradient_kernel[(items.item_tile.numel(), transposed.num_head_programs)](
         q, k_cache, v_cache, dout, lse, delta, dk, dv, partial_dk, partial_dv,
         q.stride(), cache_strides(plan, k_cache), cache_strides(plan, v_cache), dout.stride(),
         cache_strides(plan, dk), cache_strides(plan, dv),
         items.item_tile, items.item_begin, items.item_end, items.item_partial,
-        tiles.tile_slot, tiles.tile_kv_head, tiles.pair_list, tiles.pair_cells, tiles.codes, tiles.is_touched,
-        readers.q_start, readers.q_count, readers.head_start,
+        tiles.tile_slot, tiles.tile_kv_head, transposed.pairs, tiles.codes, tiles.is_touched,
         plan.row_requests, plan.row_positions, plan.mask_starts, plan.mask_ends, plan.mask_data, plan.score_params,
         plan.sm_scale, plan.window or 0, plan.total_q, plan.num_qo_heads, plan.group_size,
         plan.num_pages * plan.page_size,
@@ -107,8 +111,7 @@ def key_gradient_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, partial_dk_ptr, partial_dv_ptr,
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
     item_tile_ptr, item_begin_ptr, item_end_ptr, item_partial_ptr,
-    tile_slot_ptr, tile_kv_head_ptr, pair_reader_ptr, pair_cells_ptr, codes_ptr, is_touched_ptr,
-    reader_q_start_ptr, reader_q_count_ptr, reader_head_start_ptr,
+    tile_slot_ptr, tile_kv_head_ptr, pairs_ptr, codes_ptr, is_touched_ptr,
     row_requests_ptr, row_positions_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr, score_params_ptr,
     sm_scale, window, total_q, num_qo_heads, group_size, num_slots,
     TILE_M: tl.constexpr,
@@ -162,7 +165,7 @@ def key_gradient_kernel(
         dk, dv = add_reader_rows(
             dk, dv, k, v, pair, unit, is_unit, head_program * group_size,
             q_ptr, dout_ptr, lse_ptr, delta_ptr, q_strides, dout_strides,
-            pair_reader_ptr, pair_cells_ptr, codes_ptr, reader_q_start_ptr, reader_q_count_ptr, reader_head_start_ptr,
+            pairs_ptr, codes_ptr,
             row_requests_ptr, row_positions_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr, score_params_ptr,
             sm_scale, window, total_q, num_qo_heads,
             end, TILE_M, TILE_KV, HEADS, IS_PACKED, HEAD_DIM_QK, HEAD_DIM_VO, PADDED_QK, PADDED_VO,
@@ -188,7 +191,7 @@ def add_reader_rows(
     pair, unit, is_unit,  # [TILE_M] or a scalar, [TILE_M] twice: rows times heads of readers
     head_shift,  # query heads before this KV head's, where all KV heads share a list
     q_ptr, dout_ptr, lse_ptr, delta_ptr, q_strides, dout_strides,
-    pair_reader_ptr, pair_cells_ptr, codes_ptr, reader_q_start_ptr, reader_q_count_ptr, reader_head_start_ptr,
+    pairs_ptr, codes_ptr,
     row_requests_ptr, row_positions_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr, score_params_ptr,
     sm_scale, window, total_q, num_qo_heads,
     end,
@@ -208,53 +211,48 @@ def add_reader_rows(
     """dk / sm_scale and dv with TILE_M more rows."""
     lane = tl.arange(0, TILE_KV)
     is_pair = pair < end
-    reader = tl.load(pair_reader_ptr + pair, mask=is_pair, other=0)
-    q_start = tl.load(reader_q_start_ptr + reader)
-    is_row = is_unit & (unit // HEADS < tl.load(reader_q_count_ptr + reader))
+    pair_ptr = pairs_ptr + pair * PAIR_WIDTH
+    q_start = tl.load(pair_ptr + Q_START, mask=is_pair, other=0)
+    q_count = tl.load(pair_ptr + Q_COUNT, mask=is_pair, other=0)
+    head_start = tl.load(pair_ptr + HEAD_START, mask=is_pair, other=0)
+    cell = tl.load(pair_ptr + CELL, mask=is_pair, other=0).to(tl.int64) * TILE_KV
+    is_row = is_unit & (unit // HEADS < q_count)
     rows = q_start + unit // HEADS
-    heads = tl.load(reader_head_start_ptr + reader) + head_shift + unit % HEADS
+    heads = head_start + head_shift + unit % HEADS
     lse, delta, has_key = load_row_state(lse_ptr, delta_ptr, rows, heads, is_row, num_qo_heads)
     q_idx = tl.load(row_positions_ptr + rows, mask=has_key, other=0)
 
-    cell = tl.load(pair_cells_ptr + pair, mask=is_pair, other=0) * TILE_KV
     if IS_PACKED:
-        codes = tl.load(codes_ptr + cell[None, :] + lane[:, None], mask=is_row[None, :], other=-1)
+        codes = tl.load(codes_ptr + cell[:, None] + lane[None, :], mask=is_row[:, None], other=-1)
     else:
-        codes = tl.load(codes_ptr + cell + lane)[:, None]
-    # [TILE_KV, TILE_M or 1]; a slot that the list does not have gets -1, which no interval holds.
+        codes = tl.load(codes_ptr + cell + lane)[None, :]
+    # [TILE_M or 1, TILE_KV]; a slot that the list does not have gets -1, which no interval holds.
     kv_idx = tl.where(codes >= 0, codes, -2 - codes)
-    admitted = has_key[None, :] & (kv_idx < 0)
+    admitted = has_key[:, None] & (kv_idx < 0)
     for interval in tl.static_range(NUM_INTERVALS):
         bound = interval * total_q + rows
         first = tl.load(mask_starts_ptr + bound, mask=has_key, other=0)
         past = tl.load(mask_ends_ptr + bound, mask=has_key, other=0)
-        admitted = admitted | ((kv_idx >= first[None, :]) & (kv_idx < past[None, :]))
-    admitted = admitted & has_key[None, :] & (codes != -1)
+        admitted = admitted | ((kv_idx >= first[:, None]) & (kv_idx < past[:, None]))
+    admitted = admitted & has_key[:, None] & (codes != -1)
     if HAS_WINDOW:
-        age = q_idx[None, :] - kv_idx
+        age = q_idx[:, None] - kv_idx
         admitted = admitted & ((codes >= 0) | ((age >= 0) & (age < window)))
     if MASK_FN is not None:
-        row_codes = tl.load(codes_ptr + cell + lane)
-        row_kv_idx = tl.where(row_codes >= 0, row_codes, -2 - row_codes)
-        allowed = MASK_FN(q_idx[:, None], row_kv_idx[None, :], tl.load(row_requests_ptr + q_start), mask_data_ptr)
-        allowed = tl.broadcast_to(allowed.to(tl.int32), [TILE_M, TILE_KV])
-        admitted = admitted & (tl.trans(allowed) != 0)
+        admitted = admitted & MASK_FN(q_idx[:, None], kv_idx, tl.load(row_requests_ptr + q_start), mask_data_ptr)
 
     # dout of a row without keys is not read: it may hold anything, and 0 * NaN would reach dV.
-    heads = heads.to(tl.int64)
+    rows, heads = rows.to(tl.int64), heads.to(tl.int64)
     q_starts = rows * q_strides[0] + heads * q_strides[1]
     dout_starts = rows * dout_strides[0] + heads * dout_strides[1]
     q = load_vectors(q_ptr, q_starts, has_key, q_strides[2], HEAD_DIM_QK, PADDED_QK)
     dout = load_vectors(dout_ptr, dout_starts, has_key, dout_strides[2], HEAD_DIM_VO, PADDED_VO)
-    no_edges = tl.zeros([TILE_KV, TILE_M], tl.float32)
-    scores, slope = apply_score_rules_with_slope(
-        dot(k, tl.trans(q), no_edges) * sm_scale, heads[None, :], has_key[None, :], kv_idx - q_idx[None, :],
-        score_params_ptr, num_qo_heads, SCORE_CODES,
+    probs, score_grads = differentiate_edges(
+        q, k, v, dout, lse, delta, admitted, heads, has_key, kv_idx - q_idx[:, None],
+        score_params_ptr, sm_scale, num_qo_heads, SCORE_CODES,
     )  # fmt: skip
-    value_products = dot(v, tl.trans(dout), no_edges)
-    probs, score_grads = weigh_edges(scores, slope, value_products, lse[None, :], delta[None, :], admitted)
-    dv = dot(narrow(probs, dout.dtype), dout, dv)
-    dk = dot(narrow(score_grads, q.dtype), q, dk)
+    dv = dot(tl.trans(probs), dout, dv)
+    dk = dot(tl.trans(score_grads), q, dk)
     return dk, dv
 
 

@@ -16,10 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from attnconform.kernels.sparse_attention.backward_edges import (
-    apply_score_rules_with_slope,
+    differentiate_edges,
     load_row_state,
     load_vectors,
-    weigh_edges,
 )
 from attnconform.kernels.sparse_attention.numerics import dot, narrow
 from attnconform.kernels.sparse_attention.plan import Plan
@@ -290,16 +289,12 @@ def add_key_tile(
     # [TILE_KV, PADDED_QK] and [TILE_KV, PADDED_VO]
     k = load_vectors(k_ptr, page * k_strides[0] + offset * k_strides[1], is_read, k_strides[3], HEAD_DIM_QK, PADDED_QK)
     v = load_vectors(v_ptr, page * v_strides[0] + offset * v_strides[1], is_read, v_strides[3], HEAD_DIM_VO, PADDED_VO)
-    no_edges = tl.zeros([q.shape[0], TILE_KV], tl.float32)
-    scores, slope = apply_score_rules_with_slope(
-        dot(q, tl.trans(k), no_edges) * sm_scale, heads[:, None], has_key[:, None], kv_idx[None, :] - q_idx[:, None],
-        score_params_ptr, num_qo_heads, SCORE_CODES,
+    probs, score_grads = differentiate_edges(
+        q, k, v, dout, lse, delta, admitted, heads, has_key, kv_idx[None, :] - q_idx[:, None],
+        score_params_ptr, sm_scale, num_qo_heads, SCORE_CODES,
     )  # fmt: skip
-    value_products = dot(dout, tl.trans(v), no_edges)
-    probs, score_grads = weigh_edges(scores, slope, value_products, lse[:, None], delta[:, None], admitted)
-    score_grads = narrow(score_grads, k.dtype)
     if IS_ATOMIC:
-        dv = dot(tl.trans(narrow(probs, v.dtype)), dout, tl.zeros([TILE_KV, PADDED_VO], tl.float32))
+        dv = dot(tl.trans(probs), dout, tl.zeros([TILE_KV, PADDED_VO], tl.float32))
         dk = dot(tl.trans(score_grads), q, tl.zeros([TILE_KV, PADDED_QK], tl.float32)) * sm_scale
         dv_starts = page * dv_strides[0] + offset * dv_strides[1]
         dk_starts = page * dk_strides[0] + offset * dk_strides[1]

@@ -22,6 +22,8 @@ from attnconform.kernels.sparse_attention.candidates import cut_ranges, cut_row_
 from attnconform.kernels.sparse_attention.plan import Plan
 
 ABSENT = -1
+# Columns of the kernel's table of pairs, in order.
+PAIR_FIELDS = ("q_start", "q_count", "head_start", "cell")
 MIN_TILE_KV = 16  # the least a tensor core takes
 MAX_TILE_KV = 64
 MIN_ROWS_PER_ITEM = 4096
@@ -97,7 +99,7 @@ class TransposedPlan:
 
     shape: KeyShape
     tiles: SlotTiles
-    readers: Readers
+    pairs: Tensor  # (num_pairs, len(PAIR_FIELDS)) int32: all a kernel asks of a pair, in one place
     items: Items
     num_head_programs: int  # KV heads that read alike
 
@@ -124,7 +126,9 @@ def transpose_plan(
         total_rows = tiles.pair_list.numel() * shape.rows_per_pair * num_head_programs
         rows_per_item = max(MIN_ROWS_PER_ITEM, -(-total_rows // NUM_ITEMS_WANTED))
     items = cut_items(tiles.tile_indptr, max(1, rows_per_item // shape.rows_per_pair))
-    return TransposedPlan(shape, tiles, readers, items, num_head_programs)
+    columns = (readers.q_start, readers.q_count, readers.head_start)
+    pairs = torch.stack([*(column[tiles.pair_list] for column in columns), tiles.pair_cells], dim=1).int()
+    return TransposedPlan(shape, tiles, pairs, items, num_head_programs)
 
 
 def list_entries(plan: Plan) -> ListEntries:

@@ -6,12 +6,15 @@ Online softmax runs in base 2 and float32. Keys that every row of the task admit
 own. A long run of keys is several tasks whose partial states (max, sum, unnormalized output) a second kernel merges.
 
 Slots outside what a task's rows may see are never read, so bytes that no request owns never matter, NaN included. Rows
-of one task share their reads: a slot that only some of them see must hold finite numbers. [MASK-INTERFERENCE]
+of one task share their reads: a slot that only some of them see must hold finite numbers. [MASK-INTERFERE]
 bfloat16, float16 and float32; head_dim up to 256, padded to a power of two in registers only; any page size.
-[MASK-BEFORE-MAX, EMPTY-ROW, LSE-NATURAL, LSE-SINK, MERGE-MONOID, GQA-MAP, COORD-WIDE, COORD-STRIDES]
+[MASK-BEFORE-MAX, EMPTY-ROW, LSE-NATURAL, LSE-SINK, MERGE-DISJOINT, GQA-MAP, COORD-WIDE, COORD-STRIDE]
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 import triton
@@ -19,10 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 from attnconform.kernels.sparse_attention.errors import PlanError
-from attnconform.kernels.sparse_attention.numerics import LN_2, LOG2_E, dot, narrow, widen
+from attnconform.kernels.sparse_attention.numerics import IS_INTERPRETED, LN_2, LOG2_E, dot, narrow, widen
 from attnconform.kernels.sparse_attention.plan import Plan
 from attnconform.kernels.sparse_attention.rules import apply_score_rules, is_in_intervals
-from attnconform.kernels.sparse_attention.tasks import MERGE_FIELDS, TASK_FIELDS, Launch
+from attnconform.kernels.sparse_attention.tasks import MERGE_FIELDS, TASK_FIELDS, Launch, TileShape
 
 
 def run(
@@ -36,17 +39,22 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     """Attention output and natural-log lse of every row; an empty row gives 0 and -inf, or its sink logit.
 
-    Any strides are honoured. Allocates nothing but out and lse where they are not given, and does not synchronize.
+    Any strides are honoured. Allocates nothing but out and lse where they are not given, and does not synchronize; the
+    first run of a plan may compile, later ones can be captured in a graph.
     Raises PlanError where a tensor is not what the plan was made for. [SAFE-SHAPE]
     """
-    rows = (plan.total_q, plan.num_qo_heads)
-    out = q.new_empty((*rows, plan.head_dim_vo)) if out is None else out
-    lse = q.new_empty(rows, dtype=torch.float32) if lse is None else lse
-    _check_tensors(plan, q, k_cache, v_cache, out, lse)
-    for launch in plan.launches:
-        launch_attend(plan, launch, q, k_cache, v_cache, out, lse)
-        if launch.merges.shape[0]:
-            launch_merge(plan, launch, out, lse)
+    if plan.device.type == "cpu" and not IS_INTERPRETED:
+        limit = "Triton runs there only with TRITON_INTERPRET=1 set before it is imported"
+        raise PlanError("SAFE-SHAPE", "device", plan.device, limit)
+    *_, (_, out_shape, _), (_, lse_shape, _) = plan.tensor_shapes
+    out = q.new_empty(out_shape) if out is None else out
+    lse = q.new_empty(lse_shape, dtype=torch.float32) if lse is None else lse
+    _check_tensors(plan, (q, k_cache, v_cache, out, lse))
+    with torch.cuda.device(plan.device) if plan.device.type == "cuda" else nullcontext():
+        for launch in plan.launches:
+            launch_attend(plan, launch, q, k_cache, v_cache, out, lse)
+            if launch.merges.shape[0]:
+                launch_merge(plan, launch, out, lse)
     return out, lse
 
 
@@ -56,7 +64,7 @@ def merge_states(
     out_b: Tensor,  # likewise, over keys that a does not have
     lse_b: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the union of two disjoint key sets; an empty state (lse -inf) changes nothing. [MERGE-MONOID]
+    """Attention over the union of two disjoint key sets; an empty state (lse -inf) changes nothing. [MERGE-DISJOINT]
 
     out has the dtype of out_a. A sink logit must be in at most one of the two.
     """
@@ -82,50 +90,114 @@ def launch_attend(
     plan: Plan, launch: Launch, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor
 ) -> None:
     """One program per task."""
-    shape = launch.shape
-    attend_kernel[(launch.tasks.shape[0],)](
-        q, k_cache, v_cache, out, lse,
-        q.stride(), _cache_strides(plan, k_cache), _cache_strides(plan, v_cache), out.stride(), lse.stride(),
-        launch.tasks, launch.partial_acc, launch.partial_max, launch.partial_sum,
-        plan.page_table, plan.list_slots, plan.list_positions, plan.list_members,
-        plan.row_positions, plan.mask_starts, plan.mask_ends, plan.mask_data, plan.score_params, plan.sink_logits,
-        plan.sm_scale, plan.window or 0, plan.total_q, plan.num_qo_heads, plan.page_table.shape[1],
-        TASK_WIDTH=len(TASK_FIELDS),
-        TILE_Q=shape.tile_q,
-        TILE_M=shape.tile_m,
-        TILE_KV=shape.tile_kv,
-        HEADS=shape.heads_per_tile,
-        HEAD_DIM_QK=plan.head_dim_qk,
-        HEAD_DIM_VO=plan.head_dim_vo,
-        PADDED_QK=_padded(plan.head_dim_qk),
-        PADDED_VO=_padded(plan.head_dim_vo),
-        PAGE_SIZE=plan.page_size,
-        NUM_INTERVALS=plan.mask_starts.shape[0],
-        SCORE_CODES=plan.score_codes,
-        MASK_FN=plan.mask_fn,
-        HAS_LISTS=plan.list_slots is not None,
-        HAS_WINDOW=bool(plan.window),
-        HAS_SINK=plan.sink_logits is not None,
-        num_warps=shape.num_warps,
-        num_stages=shape.num_stages,
-    )  # fmt: skip
+    strides = (q.stride(), _cache_strides(plan, k_cache), _cache_strides(plan, v_cache), out.stride(), lse.stride())
+    if "attend" not in launch.prepared:
+        grid = (launch.tasks.shape[0], 1, 1)
+        launch.prepared["attend"] = PreparedLaunch(attend_kernel, grid, *_attend_arguments(plan, launch))
+    launch.prepared["attend"]((q, k_cache, v_cache, out, lse), strides)
 
 
 def launch_merge(plan: Plan, launch: Launch, out: Tensor, lse: Tensor) -> None:
     """One program per output row of a tile that was cut."""
+    if "merge" not in launch.prepared:
+        grid = (launch.merges.shape[0], launch.shape.tile_m, 1)
+        launch.prepared["merge"] = PreparedLaunch(merge_kernel, grid, *_merge_arguments(plan, launch))
+    launch.prepared["merge"]((out, lse), (out.stride(), lse.stride()))
+
+
+class PreparedLaunch:
+    """A kernel whose grid and plan arguments are fixed, called with the tensors of one run.
+
+    Triton looks at every argument of every call to find the compiled kernel, which takes longer than a short kernel
+    runs. All it could find different between two runs of a plan are the strides and the alignment of the run's tensors.
+    """
+
+    def __init__(
+        self, kernel: triton.JITFunction, grid: tuple[int, int, int], fixed: dict[str, object], options: dict[str, int]
+    ) -> None:
+        self.kernel, self.grid, self.fixed, self.options = kernel, grid, fixed, options
+        assert kernel.arg_names[-len(fixed) :] == list(fixed)
+        self.fixed_values = tuple(fixed.values())
+        self.compiled: dict[object, Callable[..., None]] = {}
+
+    def __call__(self, tensors: tuple[Tensor, ...], strides: tuple[tuple[int, ...], ...]) -> None:
+        key = (strides, *[tensor.data_ptr() % 16 for tensor in tensors])
+        runner = self.compiled.get(key)
+        if runner is not None:
+            runner(*tensors, *strides, *self.fixed_values)
+            return
+        compiled = self.kernel[self.grid](*tensors, *strides, **self.fixed, **self.options)
+        if not IS_INTERPRETED:
+            self.compiled[key] = compiled[self.grid]
+
+
+def _attend_arguments(plan: Plan, launch: Launch) -> tuple[dict[str, object], dict[str, int]]:
+    """Arguments of attend_kernel that a plan fixes, in order, and compiler options."""
     shape = launch.shape
-    merge_kernel[(launch.merges.shape[0], shape.tile_m)](
-        launch.merges, launch.partial_acc, launch.partial_max, launch.partial_sum,
-        out, lse, out.stride(), lse.stride(), plan.sink_logits,
-        MERGE_WIDTH=len(MERGE_FIELDS),
-        TILE_M=shape.tile_m,
-        HEADS=shape.heads_per_tile,
-        HEAD_DIM_VO=plan.head_dim_vo,
-        PADDED_VO=_padded(plan.head_dim_vo),
-        HAS_SINK=plan.sink_logits is not None,
-        TILE_SPLITS=8,
-        num_warps=4,
-    )  # fmt: skip
+    fixed = {
+        "tasks_ptr": launch.tasks,
+        "partial_acc_ptr": launch.partial_acc,
+        "partial_max_ptr": launch.partial_max,
+        "partial_sum_ptr": launch.partial_sum,
+        "page_table_ptr": plan.page_table,
+        "list_slots_ptr": plan.list_slots,
+        "list_positions_ptr": plan.list_positions,
+        "list_members_ptr": plan.list_members,
+        "row_positions_ptr": plan.row_positions,
+        "mask_starts_ptr": plan.mask_starts,
+        "mask_ends_ptr": plan.mask_ends,
+        "mask_data_ptr": plan.mask_data,
+        "score_params_ptr": plan.score_params,
+        "sink_logits_ptr": plan.sink_logits,
+        "sm_scale": plan.sm_scale,
+        "window": plan.window or 0,
+        "total_q": plan.total_q,
+        "num_qo_heads": plan.num_qo_heads,
+        "max_pages": plan.page_table.shape[1],
+        "TASK_WIDTH": len(TASK_FIELDS),
+        "TILE_M": shape.tile_m,
+        "TILE_KV": shape.tile_kv,
+        "HEADS": shape.heads_per_tile,
+        "HEAD_DIM_QK": plan.head_dim_qk,
+        "HEAD_DIM_VO": plan.head_dim_vo,
+        "PADDED_QK": _padded(plan.head_dim_qk),
+        "PADDED_VO": _padded(plan.head_dim_vo),
+        "PAGE_SIZE": plan.page_size,
+        "NUM_INTERVALS": plan.mask_starts.shape[0],
+        "SCORE_CODES": plan.score_codes,
+        "MASK_FN": plan.mask_fn,
+        "HAS_LISTS": plan.list_slots is not None,
+        "HAS_WINDOW": bool(plan.window),
+        "HAS_SINK": plan.sink_logits is not None,
+        "IS_ONE_ROW": shape.tile_q == 1,
+        "IS_UNMASKED": _is_unmasked(plan, shape),
+    }
+    return fixed, {"num_warps": shape.num_warps, "num_stages": shape.num_stages}
+
+
+def _merge_arguments(plan: Plan, launch: Launch) -> tuple[dict[str, object], dict[str, int]]:
+    """Arguments of merge_kernel that a plan fixes, in order, and compiler options."""
+    fixed = {
+        "merges_ptr": launch.merges,
+        "partial_acc_ptr": launch.partial_acc,
+        "partial_max_ptr": launch.partial_max,
+        "partial_sum_ptr": launch.partial_sum,
+        "sink_logits_ptr": plan.sink_logits,
+        "MERGE_WIDTH": len(MERGE_FIELDS),
+        "TILE_M": launch.shape.tile_m,
+        "HEADS": launch.shape.heads_per_tile,
+        "HEAD_DIM_VO": plan.head_dim_vo,
+        "PADDED_VO": _padded(plan.head_dim_vo),
+        "HAS_SINK": plan.sink_logits is not None,
+        "TILE_SPLITS": 8,
+    }
+    return fixed, {"num_warps": 4}
+
+
+def _is_unmasked(plan: Plan, shape: TileShape) -> bool:
+    """Whether a task's keys are exactly those its single row may see, as the work list has cut them."""
+    is_row_of_block = plan.q_block_size == 1 or not plan.window
+    return shape.tile_q == 1 and plan.mask_starts.shape[0] == 1 and plan.mask_fn is None and is_row_of_block
 
 
 def _padded(head_dim: int) -> int:
@@ -139,18 +211,9 @@ def _cache_strides(plan: Plan, cache: Tensor) -> tuple[int, int, int, int]:
     return (page, a, b, dim) if plan.layout == "NHD" else (page, b, a, dim)
 
 
-def _check_tensors(plan: Plan, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor) -> None:
+def _check_tensors(plan: Plan, tensors: tuple[Tensor, ...]) -> None:
     """Refuses tensors of another shape, dtype or device than planned. [SAFE-SHAPE]"""
-    tokens, heads = (plan.page_size, plan.num_kv_heads)
-    inner = (tokens, heads) if plan.layout == "NHD" else (heads, tokens)
-    rows = (plan.total_q, plan.num_qo_heads)
-    for name, tensor, shape, dtype in (
-        ("q", q, (*rows, plan.head_dim_qk), plan.dtype),
-        ("k_cache", k_cache, (plan.num_pages, *inner, plan.head_dim_qk), plan.dtype),
-        ("v_cache", v_cache, (plan.num_pages, *inner, plan.head_dim_vo), plan.dtype),
-        ("out", out, (*rows, plan.head_dim_vo), plan.dtype),
-        ("lse", lse, rows, torch.float32),
-    ):
+    for tensor, (name, shape, dtype) in zip(tensors, plan.tensor_shapes, strict=True):
         if tensor.shape != shape:
             raise PlanError("SAFE-SHAPE", f"{name}.shape", tuple(tensor.shape), f"the plan is for {shape}")
         if tensor.dtype != dtype:
@@ -159,7 +222,8 @@ def _check_tensors(plan: Plan, q: Tensor, k_cache: Tensor, v_cache: Tensor, out:
             raise PlanError("SAFE-SHAPE", f"{name}.device", tensor.device, f"the plan is for {plan.device}")
 
 
-@triton.jit
+# Numbers of a batch or a rule: a kernel compiled for one value of them must serve every other.
+@triton.jit(do_not_specialize=["window", "total_q", "num_qo_heads", "max_pages"])
 def attend_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
     q_strides, k_strides, v_strides, out_strides, lse_strides,
@@ -168,7 +232,6 @@ def attend_kernel(
     row_positions_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr, score_params_ptr, sink_logits_ptr,
     sm_scale, window, total_q, num_qo_heads, max_pages,
     TASK_WIDTH: tl.constexpr,
-    TILE_Q: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_KV: tl.constexpr,
     HEADS: tl.constexpr,
@@ -183,6 +246,8 @@ def attend_kernel(
     HAS_LISTS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINK: tl.constexpr,
+    IS_ONE_ROW: tl.constexpr,
+    IS_UNMASKED: tl.constexpr,
 ):  # fmt: skip
     """Attends one task; writes its rows, or its partial state where its tile was cut."""
     task_ptr = tasks_ptr + tl.program_id(0).to(tl.int64) * TASK_WIDTH
@@ -203,7 +268,7 @@ def attend_kernel(
     heads = head_start + lane_m % HEADS
     is_live = (lane_m // HEADS < q_count) & (lane_m % HEADS < head_count)
     # Rules depend on the row, not on the head: a tile of one row evaluates them once per key.
-    if TILE_Q == 1:
+    if IS_ONE_ROW:
         rule_rows = q_start + tl.arange(0, 1)
         is_rule_row = tl.arange(0, 1) < q_count
     else:
@@ -217,47 +282,46 @@ def attend_kernel(
     # [TILE_M, PADDED_QK]
     q = tl.load(q_ptr + q_offset, mask=is_live[:, None] & (dim_qk < HEAD_DIM_QK)[None, :], other=0.0)
 
-    k_ptr += kv_head * k_strides[2]
-    v_ptr += kv_head * v_strides[2]
-    page_table_ptr += request.to(tl.int64) * max_pages
+    page_row = page_table_ptr + request.to(tl.int64) * max_pages
+    k_cache = (k_ptr + kv_head * k_strides[2], k_strides)
+    v_cache = (v_ptr + kv_head * v_strides[2], v_strides)
+    lists = (list_slots_ptr, list_positions_ptr, list_members_ptr, window)
+    mask = (mask_starts_ptr, mask_ends_ptr, total_q, mask_data_ptr)
+    score = (sm_scale, score_params_ptr, num_qo_heads)
+    where = (rule_rows, is_rule_row, q_idx, request, heads, is_live)
     row_max = tl.full([TILE_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, PADDED_VO], tl.float32)
 
-    num_full = (full_end - full_start) // TILE_KV
-    if TILE_Q == 1:
-        # One row's mask is cheap; a second loop would only cost its start-up.
-        num_full = 0
-    full_stop = full_start + num_full * TILE_KV
-    if TILE_Q > 1:
+    if IS_ONE_ROW:
+        # One row's mask is cheap where there is one at all; a second loop would only cost its start-up.
+        for first in range(kv_start, kv_end, TILE_KV):
+            acc, row_max, row_sum = attend_tile(
+                acc, row_max, row_sum, q, first, kv_end, where, page_row, k_cache, v_cache, lists, mask, score,
+                False, IS_UNMASKED, IS_ONE_ROW, TILE_KV, HEAD_DIM_QK, HEAD_DIM_VO, PADDED_QK, PADDED_VO, PAGE_SIZE,
+                NUM_INTERVALS, SCORE_CODES, MASK_FN, HAS_LISTS, HAS_WINDOW,
+            )  # fmt: skip
+    else:
+        full_stop = full_start + (full_end - full_start) // TILE_KV * TILE_KV
         # Keys that every row admits.
         for first in range(full_start, full_stop, TILE_KV):
             acc, row_max, row_sum = attend_tile(
-                acc, row_max, row_sum, q, first, full_stop,
-                k_ptr, v_ptr, k_strides, v_strides,
-                page_table_ptr, list_slots_ptr, list_positions_ptr, list_members_ptr,
-                rule_rows, is_rule_row, q_idx, heads, is_live, request,
-                mask_starts_ptr, mask_ends_ptr, mask_data_ptr, score_params_ptr,
-                sm_scale, window, total_q, num_qo_heads,
-                True, TILE_Q, TILE_KV, HEAD_DIM_QK, HEAD_DIM_VO, PADDED_QK, PADDED_VO, PAGE_SIZE,
+                acc, row_max, row_sum, q, first, full_stop, where, page_row, k_cache, v_cache, lists, mask, score,
+                True, True, IS_ONE_ROW, TILE_KV, HEAD_DIM_QK, HEAD_DIM_VO, PADDED_QK, PADDED_VO, PAGE_SIZE,
                 NUM_INTERVALS, SCORE_CODES, MASK_FN, HAS_LISTS, HAS_WINDOW,
             )  # fmt: skip
-    # Keys before and after those, masked row by row.
-    num_before = tl.cdiv(full_start - kv_start, TILE_KV)
-    num_after = tl.cdiv(kv_end - full_stop, TILE_KV)
-    for step in range(0, num_before + num_after):
-        is_before = step < num_before
-        first = tl.where(is_before, kv_start + step * TILE_KV, full_stop + (step - num_before) * TILE_KV)
-        acc, row_max, row_sum = attend_tile(
-            acc, row_max, row_sum, q, first, tl.where(is_before, full_start, kv_end),
-            k_ptr, v_ptr, k_strides, v_strides,
-            page_table_ptr, list_slots_ptr, list_positions_ptr, list_members_ptr,
-            rule_rows, is_rule_row, q_idx, heads, is_live, request,
-            mask_starts_ptr, mask_ends_ptr, mask_data_ptr, score_params_ptr,
-            sm_scale, window, total_q, num_qo_heads,
-            False, TILE_Q, TILE_KV, HEAD_DIM_QK, HEAD_DIM_VO, PADDED_QK, PADDED_VO, PAGE_SIZE,
-            NUM_INTERVALS, SCORE_CODES, MASK_FN, HAS_LISTS, HAS_WINDOW,
-        )  # fmt: skip
+        # Keys before and after those, masked row by row.
+        num_before = tl.cdiv(full_start - kv_start, TILE_KV)
+        num_after = tl.cdiv(kv_end - full_stop, TILE_KV)
+        for step in range(0, num_before + num_after):
+            is_before = step < num_before
+            first = tl.where(is_before, kv_start + step * TILE_KV, full_stop + (step - num_before) * TILE_KV)
+            limit = tl.where(is_before, full_start, kv_end)
+            acc, row_max, row_sum = attend_tile(
+                acc, row_max, row_sum, q, first, limit, where, page_row, k_cache, v_cache, lists, mask, score,
+                False, False, IS_ONE_ROW, TILE_KV, HEAD_DIM_QK, HEAD_DIM_VO, PADDED_QK, PADDED_VO, PAGE_SIZE,
+                NUM_INTERVALS, SCORE_CODES, MASK_FN, HAS_LISTS, HAS_WINDOW,
+            )  # fmt: skip
 
     if partial >= 0:
         dim_vo = tl.arange(0, PADDED_VO)
@@ -277,14 +341,11 @@ def attend_kernel(
 def attend_tile(
     acc, row_max, row_sum, q,  # [TILE_M, PADDED_VO], [TILE_M], [TILE_M], [TILE_M, PADDED_QK]
     first, limit,  # keys of this tile: entries or positions from first, below limit
-    k_ptr, v_ptr, k_strides, v_strides,
-    page_table_ptr, list_slots_ptr, list_positions_ptr, list_members_ptr,
-    rule_rows, is_rule_row, q_idx,  # [ROWS], ROWS being 1 or TILE_M
-    heads, is_live,  # [TILE_M]
-    request, mask_starts_ptr, mask_ends_ptr, mask_data_ptr, score_params_ptr,
-    sm_scale, window, total_q, num_qo_heads,
-    IS_FULL: tl.constexpr,
-    TILE_Q: tl.constexpr,
+    where,  # [ROWS] rule_rows, is_rule_row and q_idx; request; [TILE_M] heads and is_live. ROWS is 1 or TILE_M
+    page_row, k_cache, v_cache, lists, mask, score,
+    IS_WHOLE: tl.constexpr,  # the tile ends before the limit
+    IS_UNMASKED: tl.constexpr,  # every row admits every key below the limit
+    IS_ONE_ROW: tl.constexpr,
     TILE_KV: tl.constexpr,
     HEAD_DIM_QK: tl.constexpr,
     HEAD_DIM_VO: tl.constexpr,
@@ -298,57 +359,52 @@ def attend_tile(
     HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """The state after one more tile of keys."""
+    rule_rows, is_rule_row, q_idx, request, heads, is_live = where
     key = first + tl.arange(0, TILE_KV)
     is_key = key < limit
-    kv_idx, page, offset = locate_keys(
-        key, is_key, page_table_ptr, list_slots_ptr, list_positions_ptr, IS_FULL, PAGE_SIZE, SCORE_CODES, HAS_LISTS
+    NEEDS_POSITIONS: tl.constexpr = not IS_UNMASKED or len(SCORE_CODES) > 0
+    kv_idx, k_start, v_start = locate_keys(
+        key, is_key, page_row, k_cache, v_cache, lists, PAGE_SIZE, HAS_LISTS, NEEDS_POSITIONS
     )
-    if IS_FULL:
+    if IS_UNMASKED:
         admitted = is_key[None, :]
         is_read = is_key
     else:
         # [ROWS, TILE_KV]
-        admitted = is_key[None, :] & is_in_intervals(
-            rule_rows, is_rule_row, kv_idx, mask_starts_ptr, mask_ends_ptr, total_q, NUM_INTERVALS
-        )
-        if HAS_LISTS and HAS_WINDOW:
-            is_member = tl.load(list_members_ptr + key, mask=is_key, other=0) != 0
-            distance = q_idx[:, None] - kv_idx[None, :]
-            admitted = admitted & (is_member[None, :] | ((distance >= 0) & (distance < window)))
-        if MASK_FN is not None:
-            admitted = admitted & MASK_FN(q_idx[:, None], kv_idx[None, :], request, mask_data_ptr)
+        admitted = is_key[None, :] & admit_keys(
+            key, is_key, kv_idx, rule_rows, is_rule_row, q_idx, request, lists, mask,
+            NUM_INTERVALS, MASK_FN, HAS_LISTS and HAS_WINDOW,
+        )  # fmt: skip
         # A slot that no row admits is not read. A single interval per row leaves no gap between the rows of a tile,
         # and the work list ends where it ends.
-        if TILE_Q == 1 or NUM_INTERVALS > 1 or HAS_WINDOW or MASK_FN is not None:
+        if IS_ONE_ROW or NUM_INTERVALS > 1 or HAS_WINDOW or MASK_FN is not None:
             is_read = tl.max(admitted.to(tl.int32), axis=0) > 0
         else:
             is_read = is_key
 
     dim_qk = tl.arange(0, PADDED_QK)
+    k_ptrs = k_cache[0] + k_start[None, :] + (dim_qk.to(tl.int64) * k_cache[1][3])[:, None]
     # [PADDED_QK, TILE_KV]
-    k_offset = (page * k_strides[0] + offset * k_strides[1])[None, :] + (dim_qk.to(tl.int64) * k_strides[3])[:, None]
-    k = load_tile(k_ptr + k_offset, is_read[None, :], (dim_qk < HEAD_DIM_QK)[:, None], IS_FULL, HEAD_DIM_QK)
+    k = load_tile(k_ptrs, is_read[None, :], (dim_qk < HEAD_DIM_QK)[:, None], IS_WHOLE and IS_UNMASKED, HEAD_DIM_QK)
     scores = dot(q, k, tl.zeros([q.shape[0], TILE_KV], tl.float32))
     if len(SCORE_CODES) > 0:
-        scores = apply_score_rules(
-            scores * sm_scale, heads, is_live, q_idx, kv_idx, score_params_ptr, num_qo_heads, SCORE_CODES
-        )
+        scores = apply_score_rules(scores * score[0], heads, is_live, q_idx, kv_idx, score[1], score[2], SCORE_CODES)
         scores *= LOG2_E
     else:
-        scores *= sm_scale * LOG2_E
-    if not IS_FULL:
+        scores *= score[0] * LOG2_E
+    if not (IS_WHOLE and IS_UNMASKED):
         scores = tl.where(admitted, scores, float("-inf"))
 
     new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-    # A row that has admitted nothing yet would subtract -inf from -inf. [EMPTY-ROW]
+    # A row that has admitted nothing yet would subtract -inf from -inf. [EMPTY-OUT]
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores - base[:, None])
     rescale = tl.exp2(row_max - base)
     row_sum = row_sum * rescale + tl.sum(weights, axis=1)
     dim_vo = tl.arange(0, PADDED_VO)
+    v_ptrs = v_cache[0] + v_start[:, None] + (dim_vo.to(tl.int64) * v_cache[1][3])[None, :]
     # [TILE_KV, PADDED_VO]
-    v_offset = (page * v_strides[0] + offset * v_strides[1])[:, None] + (dim_vo.to(tl.int64) * v_strides[3])[None, :]
-    v = load_tile(v_ptr + v_offset, is_read[:, None], (dim_vo < HEAD_DIM_VO)[None, :], IS_FULL, HEAD_DIM_VO)
+    v = load_tile(v_ptrs, is_read[:, None], (dim_vo < HEAD_DIM_VO)[None, :], IS_WHOLE and IS_UNMASKED, HEAD_DIM_VO)
     acc = dot(narrow(weights, v.dtype), v, acc * rescale[:, None])
     return acc, new_max, row_sum
 
@@ -356,33 +412,53 @@ def attend_tile(
 @triton.jit
 def locate_keys(
     key, is_key,  # [TILE_KV] entries of a list, or positions
-    page_table_ptr, list_slots_ptr, list_positions_ptr,
-    IS_FULL: tl.constexpr,
+    page_row, k_cache, v_cache, lists,
     PAGE_SIZE: tl.constexpr,
-    SCORE_CODES: tl.constexpr,
     HAS_LISTS: tl.constexpr,
+    NEEDS_POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """Logical position, physical page and offset in the page of every key. [COORD-SLOT, COORD-WIDE]"""
+    """Logical position of every key, and where its K and V start from the cache's head. [COORD-SLOT, COORD-WIDE]"""
+    kv_idx = key
     if HAS_LISTS:
-        slot = tl.load(list_slots_ptr + key, mask=is_key, other=0)
+        slot = tl.load(lists[0] + key, mask=is_key, other=0)
         page = slot // PAGE_SIZE
         offset = slot % PAGE_SIZE
-        # Without a mask or a rule that looks at positions they are not worth their bytes.
-        kv_idx = key
-        if not IS_FULL or len(SCORE_CODES) > 0:
-            kv_idx = tl.load(list_positions_ptr + key, mask=is_key, other=0)
+        if NEEDS_POSITIONS:
+            kv_idx = tl.load(lists[1] + key, mask=is_key, other=0)
     else:
-        kv_idx = key
-        page = tl.load(page_table_ptr + key // PAGE_SIZE, mask=is_key, other=0).to(tl.int64)
+        page = tl.load(page_row + key // PAGE_SIZE, mask=is_key, other=0).to(tl.int64)
         offset = (key % PAGE_SIZE).to(tl.int64)
-    return kv_idx, page, offset
+    k_strides = k_cache[1]
+    v_strides = v_cache[1]
+    return kv_idx, page * k_strides[0] + offset * k_strides[1], page * v_strides[0] + offset * v_strides[1]
 
 
 @triton.jit
-def load_tile(ptrs, is_read, is_dim, IS_FULL: tl.constexpr, HEAD_DIM: tl.constexpr):
+def admit_keys(
+    key, is_key, kv_idx,  # [TILE_KV]
+    rule_rows, is_rule_row, q_idx,  # [ROWS]
+    request, lists, mask,
+    NUM_INTERVALS: tl.constexpr,
+    MASK_FN: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Which keys are in E of each row, [ROWS, TILE_KV]. [MASK-BEFORE-MAX, SET-UNION]"""
+    mask_starts_ptr, mask_ends_ptr, total_q, mask_data_ptr = mask
+    admitted = is_in_intervals(rule_rows, is_rule_row, kv_idx, mask_starts_ptr, mask_ends_ptr, total_q, NUM_INTERVALS)
+    if HAS_WINDOW:
+        is_member = tl.load(lists[2] + key, mask=is_key, other=0) != 0
+        distance = q_idx[:, None] - kv_idx[None, :]
+        admitted = admitted & (is_member[None, :] | ((distance >= 0) & (distance < lists[3])))
+    if MASK_FN is not None:
+        admitted = admitted & MASK_FN(q_idx[:, None], kv_idx[None, :], request, mask_data_ptr)
+    return admitted
+
+
+@triton.jit
+def load_tile(ptrs, is_read, is_dim, IS_WHOLE: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Keys or values of a tile, 0 where a lane is masked; a mask that is known to be true is left out."""
     IS_PADDED: tl.constexpr = (HEAD_DIM & (HEAD_DIM - 1)) != 0 or HEAD_DIM < 16
-    if IS_FULL:
+    if IS_WHOLE:
         if IS_PADDED:
             return tl.load(ptrs, mask=is_dim, other=0.0)
         else:
@@ -403,7 +479,7 @@ def store_rows(
     PADDED_VO: tl.constexpr,
     HAS_SINK: tl.constexpr,
 ):  # fmt: skip
-    """Normalizes and writes finished rows; the sink logit joins the denominator here, once. [LSE-SINK, EMPTY-ROW]"""
+    """Normalizes and writes finished rows; the sink logit joins the denominator here, once. [LSE-SINK, EMPTY-OUT]"""
     is_empty = row_sum == 0
     empty_lse = tl.full(row_sum.shape, float("-inf"), tl.float32)
     if HAS_SINK:
@@ -428,8 +504,8 @@ def store_rows(
 
 @triton.jit
 def merge_kernel(
-    merges_ptr, partial_acc_ptr, partial_max_ptr, partial_sum_ptr,
-    out_ptr, lse_ptr, out_strides, lse_strides, sink_logits_ptr,
+    out_ptr, lse_ptr, out_strides, lse_strides,
+    merges_ptr, partial_acc_ptr, partial_max_ptr, partial_sum_ptr, sink_logits_ptr,
     MERGE_WIDTH: tl.constexpr,
     TILE_M: tl.constexpr,
     HEADS: tl.constexpr,
@@ -438,7 +514,7 @@ def merge_kernel(
     HAS_SINK: tl.constexpr,
     TILE_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Merges the partial states of one row and writes it; states of no keys change nothing. [MERGE-MONOID]"""
+    """Merges the partial states of one row and writes it; states of no keys change nothing. [MERGE-DISJOINT]"""
     merge_ptr = merges_ptr + tl.program_id(0).to(tl.int64) * MERGE_WIDTH
     q_start = tl.load(merge_ptr)
     q_count = tl.load(merge_ptr + 1)
@@ -495,7 +571,7 @@ def merge_states_kernel(
     lse_b = tl.load(lse_b_ptr + row * lse_b_strides[0] + head * lse_b_strides[1]).to(tl.float32)
     a_ptrs = out_a_ptr + row * out_a_strides[0] + head * out_a_strides[1] + dim.to(tl.int64) * out_a_strides[2]
     b_ptrs = out_b_ptr + row * out_b_strides[0] + head * out_b_strides[1] + dim.to(tl.int64) * out_b_strides[2]
-    # What lies in the output of an empty state is nobody's business. [EMPTY-ROW]
+    # What lies in the output of an empty state is nobody's business. [EMPTY-OUT]
     out_a = widen(tl.load(a_ptrs, mask=is_dim & (lse_a != float("-inf")), other=0.0))
     out_b = widen(tl.load(b_ptrs, mask=is_dim & (lse_b != float("-inf")), other=0.0))
     base = tl.maximum(lse_a, lse_b)

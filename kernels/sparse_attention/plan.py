@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -101,6 +102,19 @@ class Plan:
     def group_size(self) -> int:
         return self.num_qo_heads // self.num_kv_heads
 
+    @cached_property
+    def tensor_shapes(self) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
+        """Name, shape and dtype of the tensors of a run: q, k_cache, v_cache, out, lse."""
+        rows, tokens = (self.total_q, self.num_qo_heads), (self.page_size, self.num_kv_heads)
+        cache = (self.num_pages, *(tokens if self.layout == "NHD" else tokens[::-1]))
+        return (
+            ("q", (*rows, self.head_dim_qk), self.dtype),
+            ("k_cache", (*cache, self.head_dim_qk), self.dtype),
+            ("v_cache", (*cache, self.head_dim_vo), self.dtype),
+            ("out", (*rows, self.head_dim_vo), self.dtype),
+            ("lse", rows, torch.float32),
+        )
+
     @property
     def lists_per_block(self) -> int:
         """How many lists a block of query rows has; only where there are lists."""
@@ -146,6 +160,7 @@ def plan(
     seqlen_kv - seqlen_q by default. num_kv_splits, tile_kv: hints that never change the answer.
     Raises PlanError, naming the value that is refused.
     """
+    _check_options(sm_scale, dtype, layout, window, num_sink_tokens)
     device = _full_device(device)
     geometry = Geometry(
         num_qo_heads=num_qo_heads,
@@ -159,7 +174,6 @@ def plan(
         num_processors=_count_processors(device),
     )
     _check_geometry(geometry, page_size, num_pages)
-    _check_options(sm_scale, dtype, layout, window, num_sink_tokens)
     if candidates is not None:
         _check_candidates(candidates)
     lengths = _to_int64("seqlen_kv", seqlen_kv, device)

@@ -87,7 +87,7 @@ class Custom:
     """What a Triton jit function allows; alone, or as a direct part of an And.
 
     mask_fn(q_idx, kv_idx, request, data) sees int32 tensors of shapes (rows, 1) and (1, TILE_KV), a request number and
-    a pointer to `data`, and returns booleans that broadcast to (rows, TILE_KV). It must be pure. [RULE-PURE]
+    a pointer to `data`, and returns booleans that broadcast to (rows, TILE_KV). It must be pure.
     """
 
     mask_fn: triton.JITFunction

@@ -8,7 +8,8 @@ states that a second kernel merges. Everything is computed with torch operations
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,6 +69,7 @@ class Launch:
     partial_acc: Tensor  # (num_partials, tile_m, head_dim_vo) float32, not normalized
     partial_max: Tensor  # (num_partials, tile_m) float32, base 2
     partial_sum: Tensor  # (num_partials, tile_m) float32
+    prepared: dict[str, Any] = field(default_factory=dict)  # kernel launches, filled by the first run
 
 
 @dataclass(frozen=True)
@@ -109,10 +111,11 @@ def build_launches(
     window: int | None,
 ) -> tuple[Launch, ...]:
     """Work for blocks of few rows (decode) and of many (prefill) apart, so that neither pays for the other's tile."""
-    heads = _heads_per_tile(geometry)
-    is_small = blocks.q_count * heads <= SMALL_TILE_M
+    largest = _largest_tile_m(geometry)
+    heads = _heads_per_tile(geometry, largest)
+    is_small = (blocks.q_count * heads <= SMALL_TILE_M) | (largest <= SMALL_TILE_M)
     launches = []
-    for chosen, cap in ((is_small, SMALL_TILE_M), (~is_small, _largest_tile_m(geometry))):
+    for chosen, cap in ((is_small, min(largest, SMALL_TILE_M)), (~is_small, largest)):
         if bool(chosen.any()):
             shape = choose_shape(int(blocks.q_count[chosen].max()), cap, heads, geometry)
             tiles = _build_tiles(blocks, chosen, lists, mask, shape, geometry, window)
@@ -120,26 +123,30 @@ def build_launches(
     return tuple(launches)
 
 
-def _heads_per_tile(geometry: Geometry) -> int:
+def _heads_per_tile(geometry: Geometry, largest_tile_m: int) -> int:
     """Heads of a group read the same keys, so they share a tile; a wide group is cut."""
     if geometry.sharing == "query_head":
         return 1
-    return min(geometry.num_qo_heads // geometry.num_kv_heads, 64)
+    return min(geometry.num_qo_heads // geometry.num_kv_heads, 64, largest_tile_m)
 
 
 def _largest_tile_m(geometry: Geometry) -> int:
-    is_wide = max(geometry.head_dim_qk, geometry.head_dim_vo) > 128 or geometry.element_size > 2
-    return LARGE_TILE_M // 2 if is_wide else LARGE_TILE_M
+    """As many rows as registers hold; float32 products have no tensor core and keep whole rows of q in registers."""
+    if geometry.element_size > 2:
+        return MIN_TILE_M
+    return LARGE_TILE_M if max(geometry.head_dim_qk, geometry.head_dim_vo) <= 128 else LARGE_TILE_M // 2
 
 
 def choose_shape(max_rows: int, cap: int, heads: int, geometry: Geometry) -> TileShape:
     """Tile sizes for blocks of up to `max_rows` rows."""
     tile_q = max(1, min(max_rows, cap // heads))
     tile_m = max(MIN_TILE_M, 1 << (tile_q * heads - 1).bit_length())
-    row_bytes = max(geometry.head_dim_qk, geometry.head_dim_vo) * geometry.element_size
-    tile_kv = geometry.tile_kv or (64 if row_bytes <= 256 else 32)
-    num_warps = 8 if tile_m == LARGE_TILE_M else 4
-    return TileShape(tile_q, heads, tile_m, tile_kv, num_warps, num_stages=3 if row_bytes <= 512 else 2)
+    is_wide = max(geometry.head_dim_qk, geometry.head_dim_vo) > 128
+    if geometry.element_size > 2:
+        tile_kv = geometry.tile_kv or 32
+        return TileShape(tile_q, heads, tile_m, tile_kv, num_warps=4 if tile_kv == 16 else 8, num_stages=1)
+    tile_kv = geometry.tile_kv or (32 if is_wide else 64)
+    return TileShape(tile_q, heads, tile_m, tile_kv, num_warps=8 if tile_m == LARGE_TILE_M else 4, num_stages=3)
 
 
 def _build_tiles(

@@ -63,9 +63,13 @@ def main() -> None:
     gradients = steps.backward(problem, q, k, v, result, dout)
     backward = time.perf_counter()
     counts = effective_sets(problem).counts()
-    print(f"keys a head {counts.min()} to {counts.max()}; dk {gradients.dk.shape}, {gradients.dk.nbytes / 2**20:.0f} MiB")
+    print(
+        f"keys a head {counts.min()} to {counts.max()}; dk {gradients.dk.shape}, {gradients.dk.nbytes / 2**20:.0f} MiB"
+    )
     print(f"check {checked - start:.3f} s, forward {forward - checked:.3f} s, backward {backward - forward:.3f} s")
-    print(f"together {backward - start:.3f} s, peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
+    print(
+        f"together {backward - start:.3f} s, peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"
+    )
 
 
 if __name__ == "__main__":

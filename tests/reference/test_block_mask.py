@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from attnconform.conformance.cases import profiles
-from attnconform.reference.block_mask import BlockLists, BlockMask, build_block_mask, decode_block_mask, transpose_block_mask
+from attnconform.reference.block_mask import (
+    BlockLists,
+    BlockMask,
+    build_block_mask,
+    decode_block_mask,
+    transpose_block_mask,
+)
 from attnconform.reference.coordinates import BoolArray
 from attnconform.reference.rule_values import mask_allows
 from attnconform.reference.rules import And, Causal, Window

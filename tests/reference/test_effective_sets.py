@@ -1,6 +1,7 @@
 """Candidate sets, effective sets, slots and dense masks against plain loops over every (request, head, query, key).
 
-The loops read the contract by themselves: membership is asked of one key at a time, and nothing of the reference is called.
+The loops read the contract by themselves: membership is asked of one key at a time, and they call nothing
+of the reference.
 """
 
 from collections.abc import Iterator
@@ -140,7 +141,7 @@ def test_edges_slots_and_dense_masks_are_what_loops_over_every_edge_find(structu
             assert edges.counts()[row, h] == len(keys), (row, h)
 
 
-@settings(max_examples=profiles.examples(100))
+@settings(max_examples=profiles.examples(50))
 @given(SMALL)
 def test_rows_keep_their_request_and_logical_position(structure: Structure) -> None:
     found = [(w.row, w.request, w.local, w.q_idx) for w in build_problem(structure).rows()]
@@ -172,7 +173,7 @@ def test_64k_request_of_the_article_lists_4224_tokens_in_264_pages() -> None:
 
 def test_slots_past_two_to_the_31_do_not_wrap() -> None:
     table = np.array([[2**28, 2**28 + 1]], dtype=np.int32)
-    cache = PagedCache(page_size=16, num_pages=2**28 + 2, page_table=table)
+    cache = PagedCache(page_size=16, num_pages=2**28 + 2, page_table=table)  # type: ignore[arg-type]  # what a caller of 32 bits passes
     assert cache.slots(0, Positions(np.array([0, 15, 16]))).values.tolist() == [2**32, 2**32 + 15, 2**32 + 16]
 
 

@@ -58,7 +58,9 @@ def worst(request: pytest.FixtureRequest) -> Iterator[Worst]:
     capture = request.config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():
         for name in found.out:
-            print(f"\n{name}: {found.seen[name]} cases, out {bits(found.out[name])}, lse {bits(found.lse[name])}", end="")
+            print(
+                f"\n{name}: {found.seen[name]} cases, out {bits(found.out[name])}, lse {bits(found.lse[name])}", end=""
+            )
 
 
 def largest_score(problem: AttentionProblem, values: Values) -> float:
@@ -138,7 +140,9 @@ def test_reference_has_33_bits_where_every_score_lies_near_minus_524288(worst: W
     check()
 
 
-def plain_exact_row(scores: list[float], v: FloatArray, sink_logit: float | None) -> tuple[list[object], object]:
+def plain_exact_row(
+    scores: list[float], v: FloatArray, sink_logit: float | None
+) -> tuple[list[mpmath.mpf], mpmath.mpf]:
     """Softmax written with ratios of exponentials instead of a common denominator."""
     with mpmath.workdps(80):
         logits = [mpmath.mpf(s) for s in scores] + ([] if sink_logit is None else [mpmath.mpf(sink_logit)])

@@ -13,7 +13,7 @@ profiles.load_profile()
 ENTRIES = st.lists(st.integers(0, 99), max_size=6)
 
 
-def csr(lists: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:  # type: ignore[type-arg]
+def csr(lists: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
     indptr = np.concatenate([[0], np.cumsum([len(entries) for entries in lists], dtype=np.int64)]).astype(np.int64)
     return indptr, np.array([i for entries in lists for i in entries], dtype=np.int64)
 
@@ -28,7 +28,9 @@ def test_lists_come_back_from_fixed_width_in_their_order_with_their_duplicates(
     fixed = csr_to_fixed_width(indptr, indices, width)
     assert fixed.shape == (len(lists), width)
     assert [[i for i in row if i != -1] for row in fixed.tolist()] == lists
-    assert all(row == entries + [-1] * (width - len(entries)) for row, entries in zip(fixed.tolist(), lists, strict=True))
+    assert all(
+        row == entries + [-1] * (width - len(entries)) for row, entries in zip(fixed.tolist(), lists, strict=True)
+    )
     back = fixed_width_to_csr(fixed)
     assert back[0].tolist() == indptr.tolist()
     assert back[1].tolist() == indices.tolist()

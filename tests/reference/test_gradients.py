@@ -37,7 +37,12 @@ STEP_DIGITS, DIGITS = 25, 80  # a central difference of step 10^-25 is off by ab
 KINDS: tuple[ValueKind, ...] = ("normal", "half_mass", "equal_keys", "v_mean", "integers")
 
 TINY = structures(
-    max_tokens=5, max_requests=2, max_rows=2, heads=((1, 1), (2, 1), (2, 2)), head_dims=((2, 2), (3, 2)), page_sizes=(1, 2)
+    max_tokens=5,
+    max_requests=2,
+    max_rows=2,
+    heads=((1, 1), (2, 1), (2, 2)),
+    head_dims=((2, 2), (3, 2)),
+    page_sizes=(1, 2),
 )
 SMALL = structures(max_tokens=36, head_dims=((16, 8), (8, 16)), page_sizes=(1, 8, 16))
 
@@ -124,10 +129,20 @@ def central_differences(loss: ExactLoss, tensors: dict[str, Exact], touched: set
 
 
 def exact(array: FloatArray) -> Exact:
-    return np.vectorize(lambda x: mpmath.mpf(float(x)), otypes=[object])(array)
+    return np.asarray(np.vectorize(lambda x: mpmath.mpf(float(x)), otypes=[object])(array), dtype=object)
 
 
-FEATURES = {"aliased", "shared_prefix", "Alibi", "SoftCap", "Alibi_SoftCap", "SoftCap_Alibi", "logits", "token", "block"}
+FEATURES = {
+    "aliased",
+    "shared_prefix",
+    "Alibi",
+    "SoftCap",
+    "Alibi_SoftCap",
+    "SoftCap_Alibi",
+    "logits",
+    "token",
+    "block",
+}
 
 
 def features(case: Case) -> set[str]:
@@ -204,7 +219,7 @@ def autograd(problem: AttentionProblem, values: Values) -> tuple[Tensors, Tensor
         loss = loss + (by_head[0] * got_out).sum() + (by_head[1] * got_lse).sum()
         out[rows].swapaxes(0, 1)[seen.numpy()] = got_out.detach().numpy()
         lse[rows].swapaxes(0, 1)[seen.numpy()] = got_lse.detach().numpy()
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     return {"out": out, "lse": lse}, {name: leaf.grad.numpy() for name, leaf in leaves.items() if leaf.grad is not None}
 
 
@@ -267,7 +282,9 @@ def with_table(problem: AttentionProblem, table: list[list[int]]) -> AttentionPr
         pytest.param([[3, 3], [1, 0]], [[3, 2], [1, 0]], id="one page at two places of a request"),
     ],
 )
-def test_a_page_named_twice_takes_the_gradients_of_both_names(together: list[list[int]], apart: list[list[int]]) -> None:
+def test_a_page_named_twice_takes_the_gradients_of_both_names(
+    together: list[list[int]], apart: list[list[int]]
+) -> None:
     problem = build_problem(SHARED)
     values = values_of(problem, 1)
     page = {name: getattr(values, name).reshape(5, 4, 2, -1) for name in ("k", "v")}

@@ -18,9 +18,7 @@ SEEDS, STREAMS = st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)
 # kat_vectors of Random123, philox4x32 with ten rounds: counter, key, words
 KNOWN_ANSWERS = [
     pytest.param((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8), id="zeros"),
-    pytest.param(
-        (0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD), id="ones"
-    ),
+    pytest.param((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD), id="ones"),
     pytest.param(
         (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
         (0xA4093822, 0x299F31D0),
@@ -67,7 +65,7 @@ def test_a_shorter_call_gives_the_start_of_a_longer_one(seed: int, stream: int, 
     assert philox.uniform(seed, stream, (count,)).tolist() == uniform[:count].tolist()
 
 
-SHAPED: list[Callable[[tuple[int, ...]], np.ndarray]] = [  # type: ignore[type-arg]
+SHAPED: list[Callable[[tuple[int, ...]], np.ndarray]] = [
     lambda shape: philox.uniform(7, 3, shape),
     lambda shape: philox.normal(7, 3, shape),
     lambda shape: philox.integers(7, 3, shape, low=-4, high=9),
@@ -76,14 +74,14 @@ SHAPED: list[Callable[[tuple[int, ...]], np.ndarray]] = [  # type: ignore[type-a
 
 @pytest.mark.parametrize("draw", SHAPED, ids=["uniform", "normal", "integers"])
 @pytest.mark.parametrize("shape", [(24,), (2, 12), (2, 3, 4), (24, 1), (1, 24, 1)])
-def test_the_shape_of_a_call_changes_no_number(draw: Callable[..., np.ndarray], shape: tuple[int, ...]) -> None:  # type: ignore[type-arg]
+def test_the_shape_of_a_call_changes_no_number(draw: Callable[..., np.ndarray], shape: tuple[int, ...]) -> None:
     got = draw(shape)
     assert got.shape == shape
     assert got.ravel().tolist() == draw((24,)).tolist()
 
 
 @pytest.mark.parametrize("draw", SHAPED, ids=["uniform", "normal", "integers"])
-def test_no_numbers_can_be_asked_for(draw: Callable[..., np.ndarray]) -> None:  # type: ignore[type-arg]
+def test_no_numbers_can_be_asked_for(draw: Callable[..., np.ndarray]) -> None:
     assert draw((0, 3)).shape == (0, 3)
 
 
@@ -137,5 +135,7 @@ def test_the_numbers_of_a_seed_are_those_of_every_version() -> None:
         philox.integers(0x5EED, 4, (9,), low=-7, high=1000),
         philox.permutation(0x5EED, 5, 31),
     )
-    digest = hashlib.sha256(b"".join(np.ascontiguousarray(x).astype(x.dtype.newbyteorder("<")).tobytes() for x in drawn))
+    digest = hashlib.sha256(
+        b"".join(np.ascontiguousarray(x).astype(x.dtype.newbyteorder("<")).tobytes() for x in drawn)
+    )
     assert digest.hexdigest()[:16] == "608b0c98de92853e"

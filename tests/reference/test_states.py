@@ -139,7 +139,9 @@ def test_merge_outputs_with_an_empty_side_is_the_other_side_exactly() -> None:
         np.testing.assert_array_equal(got[1], lse)
 
 
-@pytest.mark.parametrize("shapes", [((2, 3), (2,), (2, 4), (2,)), ((2, 3), (3,), (2, 3), (2,)), ((2, 3), (2,), (2, 3), (1,))])
+@pytest.mark.parametrize(
+    "shapes", [((2, 3), (2,), (2, 4), (2,)), ((2, 3), (3,), (2, 3), (2,)), ((2, 3), (2,), (2, 3), (1,))]
+)
 def test_merge_outputs_refuses_shapes_that_differ(shapes: tuple[tuple[int, ...], ...]) -> None:
     with pytest.raises(ValueError, match=r"^shapes differ: out \(2, 3\) and [^\n]*$"):
         merge_outputs(*(np.zeros(shape) for shape in shapes))
@@ -158,7 +160,8 @@ def test_two_splits_of_the_article_give_an_output_of_2() -> None:
 
 def test_four_splits_of_the_article_have_a_denominator_of_17_85() -> None:
     states = [
-        PartialState(m, l, np.array([l, -l])) for m, l in ((8.0, 12.0), (7.0, 18.0), (9.0, 10.0), (6.0, 20.0))
+        PartialState(row_max, total, np.array([total, -total]))
+        for row_max, total in ((8.0, 12.0), (7.0, 18.0), (9.0, 10.0), (6.0, 20.0))
     ]
     merged = merge_all(states, HEAD_DIM)
     assert merged.m == 9.0

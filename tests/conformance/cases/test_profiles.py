@@ -50,6 +50,8 @@ def test_the_environment_picks_the_profile_and_the_number_of_examples(monkeypatc
 
 def test_another_profile_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(profiles.PROFILE_VARIABLE, "fast")
-    with pytest.raises(ValueError, match=r"^ATTNCONFORM_HYPOTHESIS_PROFILE is fast, but the profiles are pr and nightly$"):
+    with pytest.raises(
+        ValueError, match=r"^ATTNCONFORM_HYPOTHESIS_PROFILE is fast, but the profiles are pr and nightly$"
+    ):
         profiles.profile_name()
     monkeypatch.undo()

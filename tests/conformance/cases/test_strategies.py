@@ -5,10 +5,11 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
 from attnconform.conformance.cases import profiles, strategies
+from attnconform.conformance.cases.matrix import matrix
 from attnconform.conformance.cases.strategies import VALUE_KINDS, cases, pages_of, rules_within, structures
 from attnconform.conformance.cases.structure import Case, Structure, build_problem, decode_case, encode_case
 from attnconform.conformance.cases.values import build_values, round_to
@@ -18,7 +19,7 @@ from attnconform.reference.problem import check_problem
 profiles.load_profile()
 
 
-@settings(max_examples=profiles.examples(300))
+@settings(max_examples=profiles.examples(150))
 @given(structures())
 def test_a_drawn_structure_is_never_refused_and_asks_something(structure: Structure) -> None:
     problem = build_problem(structure)
@@ -71,7 +72,12 @@ def features_of(case: Case) -> set[str]:
     found |= {f"requests {len(structure.seqlens_kv)}", f"pages of {structure.page_size}"}
     found |= {"no tokens"} if 0 in structure.seqlens_kv else set()
     found |= {"no rows"} if 0 in structure.seqlens_q else set()
-    found |= {f"page edge {by:+}" for t in structure.seqlens_kv for by in (-1, 0, 1) if t > 1 and (t - by) % structure.page_size == 0}
+    found |= {
+        f"page edge {by:+}"
+        for t in structure.seqlens_kv
+        for by in (-1, 0, 1)
+        if t > 1 and (t - by) % structure.page_size == 0
+    }
     found |= {f"tile edge {by:+}" for t in structure.seqlens_kv for by in (-1, 0, 1) if t - by == 32}
     found |= {"offset"} if structure.q_offset is not None else {"bottom-right"}
     found |= {"owned"} if structure.page_owner is not None else set()
@@ -128,15 +134,13 @@ def test_every_promised_feature_is_drawn_within_a_few_hundred_cases() -> None:
         met.update(features_of(case))
 
     draw()
-    assert PROMISED <= met.keys(), sorted(PROMISED - met.keys())
+    assert not PROMISED - met.keys()
 
 
 def test_every_clause_a_drawn_case_names_is_one_the_matrix_names() -> None:
-    from attnconform.conformance.cases.matrix import matrix
-
     known = {clause for case in matrix("L1") for clause in case.clauses}
 
-    @settings(max_examples=profiles.examples(100))
+    @settings(max_examples=profiles.examples(50))
     @given(cases())
     def check(case: Case) -> None:
         assert set(case.clauses) <= known
@@ -162,16 +166,9 @@ def test_derandomized_draws_are_the_same_every_time() -> None:
 
 
 def test_seeds_span_64_bits() -> None:
-    seeds: list[int] = []
-
-    @settings(max_examples=100)
-    @given(cases())
-    def draw(case: Case) -> None:
-        seeds.append(case.seed)
-
-    draw()
-    assert max(seeds) >= 2**63
-    assert all(0 <= seed < 2**64 for seed in seeds)
+    top = 2**64 - 1
+    assert find(strategies.SEEDS, lambda seed: seed == top, settings=settings(max_examples=2000)) == top
+    assert find(strategies.SEEDS, lambda seed: True) == 0
 
 
 def test_nothing_is_drawn_to_be_thrown_away() -> None:

@@ -162,7 +162,7 @@ def oracle(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return out, lse, scale
 
 
-SCALE = 0.3
+SCALE = 0.15
 
 
 def to_lists(case: Case) -> CandidateLists | None:
@@ -231,16 +231,16 @@ def run_case(case: Case, **changes) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def assert_near_oracle(case: Case, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """out may be off by the rounding of P and of itself, and by what float32 scores are off."""
+    """out may be off by the rounding of P and of itself, both by what the float32 sums of products are off."""
     want_out, want_lse, scale = oracle(case)
-    unit = UNIT[case.dtype]
-    bound = 2 * unit * (scale + np.abs(want_out)) + 2e-5 * scale
+    unit, slack = UNIT[case.dtype], 2e-5 if case.dtype == torch.float32 else 1e-4
+    bound = 2 * unit * (scale + np.abs(want_out)) + slack * scale
     error = np.abs(out.double().numpy() - want_out)
     assert (error <= bound).all(), f"out: worst {np.nanmax(error)}, NaN {np.isnan(error).sum()}"
     is_empty = np.isneginf(want_lse)
     assert np.array_equal(np.isneginf(lse.numpy()), is_empty)
     error = np.abs(lse.double().numpy()[~is_empty] - want_lse[~is_empty])
-    assert (error <= 2e-5).all(), f"lse: worst {error.max()}"
+    assert (error <= slack).all(), f"lse: worst {error.max()}"
 
 
 def check(case: Case) -> None:
@@ -342,15 +342,15 @@ def test_wide_group_is_cut_into_tiles_of_heads():
     check(Case(num_qo_heads=144, num_kv_heads=2, seqlen_q=(2,), seqlen_kv=(20,), mask_rule=Causal()))
 
 
-def test_prefill_in_large_tiles_beside_decode():
-    check(Case(seqlen_q=(70, 1), seqlen_kv=(75, 33), mask_rule=Causal(), tile_kv=16))
-    check(Case(seqlen_q=(70, 1), seqlen_kv=(75, 33), mask_rule=And((Causal(), Window(left=20))), tile_kv=16))
+@pytest.mark.parametrize("rule", [Causal(), And((Causal(), Window(left=20))), Document(((0, 30, 50), (0,)))])
+def test_prefill_in_large_tiles_beside_decode(rule):
+    check(Case(seqlen_q=(70, 1), seqlen_kv=(75, 20), mask_rule=rule, dtype=torch.bfloat16))
 
 
-def test_large_tiles_of_listed_rows_with_windows():
-    case = Case(seqlen_q=(40,), seqlen_kv=(75,), sharing="kv_head", q_block_size=32, window=9, seed=5)
-    check(case)
-    check(replace(case, mask_rule=Causal(), block_size=8, entries=[], num_kv_splits=2))
+@pytest.mark.parametrize("changes", [{}, {"mask_rule": Causal(), "block_size": 8, "num_kv_splits": 2}])
+def test_large_tiles_of_listed_rows_with_windows(changes):
+    shape = {"seqlen_q": (40,), "seqlen_kv": (60,), "sharing": "kv_head", "q_block_size": 32, "dtype": torch.float16}
+    check(Case(window=9, seed=5, **shape, **changes))
 
 
 def test_query_offset_moves_the_rows():
@@ -453,17 +453,17 @@ def test_strides_of_every_tensor_are_honoured():
         assert lse[4:].isnan().all()
 
 
-def test_pages_far_up_in_a_large_pool_are_reached():
-    """Element offsets past 2^31, without the memory: all pages of a zero-stride pool are one page."""
-    case = Case(seqlen_q=(1,), seqlen_kv=(8,), page_size=8)
-    cache = torch.zeros(1, 8, 2, 64, device=DEVICE)
-    k, v = (paged(case, rows)[case.page_table[0, :1]] for rows in (case.k, case.v))
-    far = 2**31 // 8 - 1
-    page_table = torch.tensor([[far]], dtype=torch.int32)
-    got = build_plan(case, page_table=page_table, num_pages=far + 1)
-    shape = (far + 1, *cache.shape[1:])
-    out, lse = run(got, case.q.to(DEVICE), k.expand(shape), v.expand(shape))
-    assert_near_oracle(case, out.cpu(), lse.cpu())
+@pytest.mark.parametrize("sharing", [None, "shared"])
+def test_slots_and_offsets_past_31_bits_are_reached(sharing):
+    """The pool is as long as 2^31 slots of one number each, but only its last page is ever touched."""
+    heads = {"num_qo_heads": 1, "num_kv_heads": 1, "head_dim_qk": 1, "head_dim_vo": 1}
+    case = Case(seqlen_q=(1,), seqlen_kv=(8,), dtype=torch.float16, sharing=sharing, entries=[[[[1, 3, 6]]]], **heads)
+    case.v = case.k
+    far = 2**31 // case.page_size
+    pool = torch.empty(far + 1, case.page_size, 1, 1, dtype=torch.float16, device=DEVICE)
+    pool[far] = paged(case, case.k)[case.page_table[0, 0]]
+    prepared = build_plan(case, page_table=torch.tensor([[far]], dtype=torch.int32), num_pages=far + 1)
+    assert_near_oracle(case, *(t.cpu() for t in run(prepared, case.q.to(DEVICE), pool, pool)))
 
 
 def test_batch_without_requests_or_rows_launches_nothing():

@@ -1,0 +1,82 @@
+"""Backends by name: bundled ones, entry points, and MODULE:CLASS."""
+
+import importlib
+import os
+import sys
+from importlib.metadata import entry_points
+
+import torch
+
+from attnconform.conformance.backend import Backend, Unavailable
+
+# short name -> module:class; imported only when asked for, so that a missing package matters to nobody else
+BUNDLED: dict[str, str] = {
+    "triton": "attnconform.conformance.adapters.triton_kernels:TritonKernels",
+    "triton-atomic": "attnconform.conformance.adapters.triton_kernels:TritonAtomic",
+    "sdpa": "attnconform.conformance.adapters.sdpa:Sdpa",
+    "sdpa-lse": "attnconform.conformance.adapters.sdpa:SdpaFlashCpu",
+    "flex-eager": "attnconform.conformance.adapters.flex:FlexEager",
+    "flex-compiled": "attnconform.conformance.adapters.flex:FlexCompiled",
+    "reference": "attnconform.conformance.adapters.reference_steps:StepsBackend",
+    "flex-eager-trusts-blocks": "attnconform.conformance.adapters.negative:FlexEagerTrustsBlocks",  # wrong on purpose
+}
+ENTRY_POINTS = "attnconform.backends"
+
+
+class BackendError(ValueError):
+    """A backend that does not load; one line says why."""
+
+
+def load_backend(spec: str, device: str) -> Backend:
+    """A backend, ready to run on a device.
+
+    Raises BackendError where the name, its module or its class is wrong, Unavailable where it cannot run here.
+    """
+    check_device(device)
+    target = BUNDLED.get(spec) or installed_backends().get(spec) or spec
+    module_name, _, class_name = target.partition(":")
+    if not class_name:
+        known = ", ".join(sorted({*BUNDLED, *installed_backends()}))
+        raise BackendError(f"backend is {spec!r}, but must be MODULE:CLASS or one of {known}")
+    if os.getcwd() not in sys.path:  # a console script, unlike python -m, does not see the folder it is called in
+        sys.path.append(os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module_name), class_name, None)
+    except Unavailable:
+        raise
+    except Exception as error:  # an adapter may raise anything while it is imported
+        raise BackendError(f"backend {spec!r}: {module_name} does not import: {one_line(error)}") from error
+    if found is None:
+        raise BackendError(f"backend {spec!r}: {module_name} has no {class_name}")
+    if not (isinstance(found, type) and issubclass(found, Backend)):
+        raise BackendError(f"backend {spec!r}: {class_name} in {module_name} is not a subclass of Backend")
+    try:
+        return found(device)
+    except Unavailable:
+        raise
+    except Exception as error:
+        raise BackendError(f"backend {spec!r} did not start: {one_line(error)}") from error
+
+
+def check_device(device: str) -> None:
+    """Raises BackendError for a device that torch does not know or see."""
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise BackendError(f"device is {device!r}, which torch does not know") from None
+    if torch.cuda.is_available():
+        return
+    if kind == "cuda":
+        raise BackendError(f"device is {device!r}, but torch sees no GPU")
+    # Triton decides when it is first imported, and Dynamo imports it too: whichever backend comes first must say so.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def installed_backends() -> dict[str, str]:
+    """Backends that other distributions announce, by name."""
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
+
+
+def one_line(error: Exception) -> str:
+    """An exception's type and message on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,190 @@
+"""The bundled Triton kernels, judged like anyone else's. Without a GPU they run in Triton's interpreter."""
+
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from msgspec.structs import replace
+
+from attnconform.conformance.backend import (
+    Backend,
+    Backward,
+    Capabilities,
+    Determinism,
+    Forward,
+    OneOf,
+    Tensors,
+    Unavailable,
+)
+from attnconform.conformance.bounds.numerics import NUMERICS_CLASSES, Numerics
+from attnconform.conformance.judge.storage import TORCH_DTYPES
+from attnconform.conformance.views import ProblemView
+from attnconform.reference import rules as spec_rules
+from attnconform.reference.errors import RefusedInput
+from attnconform.reference.problem import AttentionProblem
+
+REFUSALS = OneOf(
+    (
+        "negative-not-hole", "negative-wraps", "position-at-length", "position-of-longer-request", "position-far-out",
+        "block-past-the-end", "page-at-pool-size", "page-missing", "page-table-too-short", "head-map-uneven",
+        "too-few-lists", "repeated-key-asked-for", "scale-nan", "sink-nan", "slope-infinite", "cap-zero", "slopes-too-few", "window-negative",
+        "query-of-another-head-dim", "cache-of-another-head-count",
+    )
+)  # fmt: skip
+
+
+def interpreting(device: str) -> bool:
+    """Whether Triton must interpret; says so to Triton, which asks when a kernel is defined.
+
+    Raises Unavailable where its interpreter cannot work in this process.
+    """
+    if device.startswith("cuda"):
+        return False
+    if tuple(int(part) for part in np.__version__.split(".")[:2]) >= (2, 4):
+        raise Unavailable(f"Triton's interpreter needs numpy < 2.4, but numpy is {np.__version__}")
+    # Triton's own library is made of kernels too.
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+        raise Unavailable("Triton was imported to compile, and cannot interpret any more: set TRITON_INTERPRET=1")
+    os.environ["TRITON_INTERPRET"] = "1"
+    return True
+
+
+def declared_numerics(interpreted: bool) -> dict[str, Numerics]:
+    """Arithmetic of the kernels; a tile may have 16 keys or 256, and partial states of splits are merged."""
+    suffix = "" if interpreted else "-hopper"
+    tiles = {"min_tile": 16, "denominator_tile": 256, "num_splits": 8 if interpreted else 64}
+    return {
+        "bfloat16": replace(NUMERICS_CLASSES[f"bf16{suffix}"], **tiles),
+        "float16": replace(NUMERICS_CLASSES[f"fp16{suffix}"], **tiles),
+        "float32": replace(NUMERICS_CLASSES["fp32"], **tiles),
+    }
+
+
+def refuse_inexpressible(spec: AttentionProblem) -> None:
+    """Refuses what the kernels' plan has no word for, and would therefore not notice. [SET-FORM, SAFE-OWNER]"""
+    if spec.candidates is not None and spec.candidates.form != "set":
+        raise RefusedInput("SET-FORM", "form", spec.candidates.form, "the kernels' candidates are a set")
+    if spec.empty_row != "zero":
+        raise RefusedInput("EMPTY-POLICY", "empty_row", spec.empty_row, "the kernels give an empty row 0")
+    if spec.cache.owned is not None:
+        raise RefusedInput("SAFE-OWNER", "owned", "given", "the kernels know no page owners")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the backward needs of the forward."""
+
+    plan: Any
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+class TritonKernels(Backend):
+    """plan, run and backward of kernels/sparse_attention."""
+
+    name = "triton"
+    backward_mode: ClassVar[str] = "kv_centric"
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device)
+        interpreted = interpreting(device)
+        try:
+            from attnconform.kernels import sparse_attention
+            from attnconform.kernels.sparse_attention import backward, rules
+        except ModuleNotFoundError as error:
+            if error.name != "triton":
+                raise
+            raise Unavailable("the bundled kernels need Triton: pip install triton") from error
+        self.kernels, self.backward_kernel, self.rules = sparse_attention, backward.backward, rules
+        self.refusals = (sparse_attention.PlanError, RefusedInput)
+        self.capabilities = Capabilities(
+            supported={"refusal": REFUSALS}, numerics=declared_numerics(interpreted), tolerates_nonfinite=True
+        )
+
+    def plan(self, problem: ProblemView, dtype: torch.dtype) -> Any:
+        """The kernels' plan of a problem."""
+        spec, lists = problem.spec, problem.spec.candidates
+        refuse_inexpressible(spec)
+        return self.kernels.plan(
+            qo_indptr=problem.tensor(spec.qo_indptr),
+            seqlen_kv=problem.tensor(spec.seqlen_kv),
+            page_table=problem.tensor(spec.cache.page_table),
+            page_size=spec.cache.page_size,
+            num_pages=spec.cache.num_pages,
+            num_qo_heads=spec.num_qo_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim_qk=spec.head_dim_qk,
+            head_dim_vo=spec.head_dim_vo,
+            sm_scale=spec.sm_scale,
+            dtype=dtype,
+            device=self.device,
+            q_offset=problem.tensor(spec.q_offset),
+            candidates=None if lists is None else self.candidate_lists(problem),
+            window=None if lists is None else lists.window,
+            num_sink_tokens=0 if lists is None else lists.num_sink_tokens,
+            mask_rule=None if spec.mask_rule is None else self.lower(spec.mask_rule),
+            score_rules=[self.lower(rule) for rule in spec.score_rules],
+            sink_logits=sink_tensor(spec, self.device),
+            num_kv_splits=problem.hints.num_kv_splits,
+            tile_kv=problem.hints.tile_kv,
+            layout=spec.cache.layout,
+        )
+
+    def candidate_lists(self, problem: ProblemView) -> Any:
+        """The lists as the kernels take them."""
+        lists = problem.spec.candidates
+        assert lists is not None
+        return self.kernels.CandidateLists(
+            granularity=lists.granularity,
+            block_size=lists.block_size,
+            sharing=lists.sharing,
+            q_block_size=lists.q_block_size,
+            indptr=problem.tensor(lists.indptr),
+            indices=problem.tensor(lists.indices),
+        )
+
+    def lower(self, rule: spec_rules.MaskRule | spec_rules.ScoreRule) -> Any:
+        """A rule as the kernels' own descriptor of the same name."""
+        if isinstance(rule, spec_rules.And | spec_rules.Or):
+            return getattr(self.rules, type(rule).__name__)(tuple(self.lower(part) for part in rule.rules))
+        return getattr(self.rules, type(rule).__name__)(**{f: getattr(rule, f) for f in rule.__struct_fields__})
+
+    def forward(self, problem: ProblemView, tensors: Tensors) -> Forward:
+        plan = self.plan(problem, tensors.q.dtype)
+        out, lse = self.kernels.run(plan, tensors.q, tensors.k_cache, tensors.v_cache, out=tensors.out, lse=tensors.lse)
+        return Forward(out, lse, path="triton", saved=Saved(plan, out, lse))
+
+    def backward(
+        self, problem: ProblemView, tensors: Tensors, forward: Forward, dout: torch.Tensor, dlse: torch.Tensor | None
+    ) -> Backward:
+        saved: Saved = forward.saved
+        inputs = (tensors.q, tensors.k_cache, tensors.v_cache, saved.out, saved.lse, dout)
+        gradients = self.backward_kernel(saved.plan, *inputs, dlse=dlse, mode=self.backward_mode)
+        return Backward(gradients.dq, gradients.dk, gradients.dv, gradients.dsink)
+
+    def versions(self) -> dict[str, str]:
+        import triton
+
+        return {"torch": torch.__version__, "triton": triton.__version__, "numpy": np.__version__}
+
+
+class TritonAtomic(TritonKernels):
+    """The same kernels, dK and dV added atomically; in parallel their sums come in any order."""
+
+    name = "triton-atomic"
+    backward_mode = "atomic"
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device)
+        determinism: Determinism = "none" if device.startswith("cuda") else "run_to_run"
+        self.capabilities = replace(self.capabilities, determinism=determinism)
+
+
+def sink_tensor(spec: AttentionProblem, device: str) -> torch.Tensor | None:
+    """Sink logits in float32, where there are any."""
+    if spec.sink_logits is None:
+        return None
+    return torch.as_tensor(spec.sink_logits, dtype=TORCH_DTYPES["float32"], device=device)

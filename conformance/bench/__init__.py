@@ -1,0 +1,1 @@
+"""Timings of the bundled kernels beside their peers: one process, equal inputs, ratios."""

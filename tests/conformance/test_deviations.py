@@ -1,0 +1,79 @@
+"""Deviations as a set: what they cover, that each has an idea of its own, and that each starts afresh."""
+
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from attnconform.conformance.adapters.reference_steps import StepsBackend
+from attnconform.conformance.cases.matrix import matrix
+from attnconform.conformance.clauses import CLAUSES
+from attnconform.conformance.deviations import DEVIATIONS, FAULT_CLASSES, VARIANTS
+from attnconform.conformance.deviations.deviation import Deviation, add, idea_of, kebab_case
+from attnconform.conformance.judge.trial import Trial
+from attnconform.reference.steps import Steps
+
+BOUNDS = {"BOUND-OUT", "BOUND-LSE", "BOUND-GRAD"}
+ALL = list(DEVIATIONS.values())
+
+
+def test_every_clause_of_the_spec_has_a_deviation() -> None:
+    assert set(CLAUSES) - {d.clause for d in ALL} == set()
+
+
+def test_every_deviation_breaks_a_clause_of_the_spec() -> None:
+    assert {d.clause for d in ALL} - set(CLAUSES) - BOUNDS == set()
+
+
+def test_every_class_of_real_bugs_has_a_deviation() -> None:
+    assert {d.fault_class for d in ALL} == set(FAULT_CLASSES)
+
+
+def test_there_are_more_than_two_hundred_deviations_and_two_dozen_variants() -> None:
+    assert len(ALL) >= 200
+    assert len(VARIANTS) >= 24
+
+
+@pytest.mark.parametrize("entry", [*ALL, *VARIANTS.values()], ids=lambda e: e.id)
+def test_an_id_is_words_and_an_idea_is_one_sentence(entry: Deviation) -> None:
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", entry.id)
+    assert entry.idea.endswith(".")
+    assert entry.idea.count(". ") == 0
+
+
+def test_no_two_entries_have_the_same_idea() -> None:
+    times = Counter(entry.idea for entry in [*ALL, *VARIANTS.values()])
+    assert [idea for idea, count in times.items() if count > 1] == []
+
+
+def test_every_deviation_says_what_it_stands_for() -> None:
+    assert [d.id for d in ALL if len(d.report) < 8] == []
+
+
+def test_every_build_is_a_fresh_backend() -> None:
+    deviation = DEVIATIONS["keeps-leftover-accumulators"]
+    case = next(c for c in matrix("L1") if c.operation == "forward")
+    used = deviation.build()
+    first, second = (Trial(case, used).base.out for _ in range(2))
+    fresh = Trial(case, deviation.build()).base.out
+    assert np.array_equal(first, fresh)
+    assert not np.array_equal(second, fresh)
+
+
+def test_a_name_becomes_kebab_case() -> None:
+    assert kebab_case("ReadsAHoleAsKeyZero") == "reads-a-hole-as-key-zero"
+
+
+def test_an_idea_is_needed() -> None:
+    nameless = type("Nameless", (Steps,), {"__doc__": None})
+    with pytest.raises(ValueError, match="Nameless has no docstring"):
+        idea_of(nameless)
+
+
+def test_an_id_is_given_once() -> None:
+    deviation = Deviation("one-id", "SET-HOLE", "An idea.", "none", "K", StepsBackend)
+    registry: dict[str, Deviation] = {}
+    add(registry, deviation)
+    with pytest.raises(ValueError, match="one-id is registered twice"):
+        add(registry, deviation)
