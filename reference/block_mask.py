@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from attnconform.reference.blocks.transpose import transpose_csr
 from attnconform.reference.coordinates import BoolArray, IntArray
+from attnconform.reference.errors import RefusedInput
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,16 @@ class BlockMask:
     @property
     def num_kv_blocks(self) -> int:
         return -(-self.seqlen_kv // self.kv_block_size)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the lists: one per head and block of queries."""
+        return self.num_heads * self.num_q_blocks
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of the mask that it stands for."""
+        return self.num_heads, self.seqlen_q, self.seqlen_kv
 
 
 def block_view(mask: BoolArray, q_block_size: int, kv_block_size: int) -> BoolArray:
@@ -75,7 +87,8 @@ def build_block_mask(mask: BoolArray, *, q_block_size: int, kv_block_size: int) 
 
 def list_blocks(chosen: BoolArray) -> BlockLists:
     """CSR lists of the chosen blocks of (heads, block rows, block columns)."""
-    flat = chosen.reshape(-1, chosen.shape[-1])
+    # the row count is spelled out: reshape(-1) cannot tell it where there are no columns
+    flat = chosen.reshape(int(np.prod(chosen.shape[:-1])), chosen.shape[-1])
     indptr = np.concatenate([[0], np.cumsum(flat.sum(axis=1))]).astype(np.int64)
     return BlockLists(indptr, np.nonzero(flat)[1].astype(np.int64))
 
@@ -83,8 +96,10 @@ def list_blocks(chosen: BoolArray) -> BlockLists:
 def decode_block_mask(block_mask: BlockMask, element_mask: BoolArray) -> BoolArray:
     """The dense mask a block mask stands for: this loop defines the format. [BLOCK-DECODE]
 
-    element_mask (num_heads, seqlen_q, seqlen_kv) is consulted in partial blocks alone.
+    element_mask (num_heads, seqlen_q, seqlen_kv) is consulted in partial blocks alone. Raises RefusedInput where it has
+    another shape. [BLOCK-EXTENT]
     """
+    check_extent(block_mask, element_mask.shape)
     dense = np.zeros_like(element_mask)
     q_size, kv_size = block_mask.q_block_size, block_mask.kv_block_size
     for row in range(block_mask.num_heads * block_mask.num_q_blocks):
@@ -98,12 +113,45 @@ def decode_block_mask(block_mask: BlockMask, element_mask: BoolArray) -> BoolArr
     return dense
 
 
+def check_extent(block_mask: BlockMask, shape: tuple[int, ...]) -> None:
+    """Refuses a block mask that was made for other data than (num_heads, seqlen_q, seqlen_kv). [BLOCK-EXTENT]"""
+    for name, got, want in zip(("num_heads", "seqlen_q", "seqlen_kv"), block_mask.shape, shape, strict=True):
+        if got != want:
+            raise RefusedInput("BLOCK-EXTENT", name, got, f"the data has {want}")
+
+
+def check_block_mask(block_mask: BlockMask) -> None:
+    """Refuses lists that do not fit their lengths, name a block twice or name one outside the data.
+
+    [BLOCK-EXTENT, BLOCK-EXCLUSIVE]
+    """
+    for name in ("q_block_size", "kv_block_size"):
+        if getattr(block_mask, name) < 1:
+            raise RefusedInput("BLOCK-EXTENT", name, getattr(block_mask, name), "must be at least 1")
+    for name, lists in (("full", block_mask.full), ("partial", block_mask.partial)):
+        if len(lists.indptr) != block_mask.num_rows + 1:
+            limit = (
+                f"{block_mask.num_heads} heads of {block_mask.num_q_blocks} block rows need {block_mask.num_rows + 1}"
+            )
+            raise RefusedInput("BLOCK-EXTENT", f"len({name}.indptr)", len(lists.indptr), limit)
+        outside = np.flatnonzero((lists.indices < 0) | (lists.indices >= block_mask.num_kv_blocks))
+        if outside.size:
+            at, limit = int(outside[0]), f"there are {block_mask.num_kv_blocks} block columns"
+            raise RefusedInput("BLOCK-EXTENT", f"{name}.indices", int(lists.indices[at]), limit, (at,))
+    for row in range(block_mask.num_rows):
+        listed, times = np.unique(
+            np.concatenate([block_mask.full.of(row), block_mask.partial.of(row)]), return_counts=True
+        )
+        if (times > 1).any():
+            raise RefusedInput("BLOCK-EXCLUSIVE", "block", int(listed[times > 1][0]), "it is listed twice", (row,))
+
+
 def transpose_lists(lists: BlockLists, *, num_heads: int, num_rows: int, num_columns: int) -> BlockLists:
     """For every (head, block column) the block rows that list it: the same pairs, exactly. [BLOCK-TRANSPOSE]"""
-    chosen = np.zeros((num_heads, num_rows, num_columns), dtype=bool)
-    for row in range(num_heads * num_rows):
-        chosen[row // num_rows, row % num_rows, lists.of(row)] = True
-    return list_blocks(chosen.swapaxes(1, 2))
+    heads = np.repeat(np.arange(num_heads * num_rows) // max(num_rows, 1), np.diff(lists.indptr))
+    # a column of each head is a column of its own
+    indptr, rows = transpose_csr(lists.indptr, lists.indices + heads * num_columns, num_heads * num_columns)
+    return BlockLists(indptr, rows % max(num_rows, 1))
 
 
 def transpose_block_mask(block_mask: BlockMask) -> BlockMask:

@@ -44,6 +44,9 @@ def check_cache(cache: PagedCache, seqlen_kv: IntArray) -> None:
             raise RefusedInput("SAFE-SHAPE", name, getattr(cache, name), "must be at least 1")
     if cache.page_table.ndim != 2 or cache.page_table.shape[0] != len(seqlen_kv):
         raise RefusedInput("SAFE-SHAPE", "page_table.shape", cache.page_table.shape, f"batch_size is {len(seqlen_kv)}")
+    if cache.owned is not None and cache.owned.shape != (len(seqlen_kv), cache.num_pages):
+        limit = f"must be {(len(seqlen_kv), cache.num_pages)}"
+        raise RefusedInput("SAFE-SHAPE", "owned.shape", cache.owned.shape, limit)
     pages_needed = -(-seqlen_kv // cache.page_size)
     short = np.flatnonzero(pages_needed > cache.page_table.shape[1])
     if short.size:

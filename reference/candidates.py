@@ -88,7 +88,9 @@ def candidate_set(
 
 def check_entries(entries: IntArray, *, list_idx: int, start: int, block_size: int, seqlen_kv: int) -> None:
     """Refuses an id that is neither a hole nor inside the request. [SET-RANGE]"""
-    outside = np.flatnonzero(((entries < 0) & (entries != HOLE)) | (entries * block_size >= seqlen_kv))
+    # ids are compared as ids: an id times block_size may not fit 64 bits
+    num_ids = -(-seqlen_kv // block_size)
+    outside = np.flatnonzero(((entries < 0) & (entries != HOLE)) | (entries >= num_ids))
     if outside.size:
         at = int(outside[0])
         limit = f"list {list_idx} belongs to a request with seqlen_kv {seqlen_kv} and blocks of {block_size}"

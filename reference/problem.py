@@ -116,7 +116,7 @@ def _check_requests(problem: AttentionProblem) -> None:
         raise RefusedInput("SAFE-SHAPE", "len(qo_indptr)", len(problem.qo_indptr), limit)
     if len(problem.q_offset) != problem.batch_size:
         raise RefusedInput("SAFE-SHAPE", "len(q_offset)", len(problem.q_offset), f"must be {problem.batch_size}")
-    if problem.batch_size and problem.qo_indptr[0] != 0:
+    if problem.qo_indptr[0] != 0:
         raise RefusedInput("SAFE-SHAPE", "qo_indptr", int(problem.qo_indptr[0]), "must start at 0", (0,))
     _check_ascends("qo_indptr", problem.qo_indptr)
     negative = np.flatnonzero(problem.seqlen_kv < 0)
@@ -153,6 +153,8 @@ def _check_candidates(problem: AttentionProblem, candidates: Candidates) -> None
     for name, least in (("block_size", 1), ("q_block_size", 1), ("window", 0), ("num_sink_tokens", 0)):
         if getattr(candidates, name) < least:
             raise RefusedInput("SAFE-SHAPE", name, getattr(candidates, name), f"must be at least {least}")
+    if candidates.granularity == "token" and candidates.block_size != 1:
+        raise RefusedInput("SAFE-SHAPE", "block_size", candidates.block_size, "must be 1 at token granularity")
     blocks = -(-np.diff(problem.qo_indptr) // candidates.q_block_size)
     want = int(blocks.sum()) * problem.lists_per_block
     if candidates.num_lists != want:

@@ -79,6 +79,9 @@ def check_mask_rule(rule: MaskRule | None, batch_size: int) -> None:
                     raise RefusedInput("MASK-WINDOW", name, size, "must be None or at least 0")
         case PrefixLM(prefix_len):
             _check_length("prefix_len", len(prefix_len), batch_size)
+            for n, tokens in enumerate(prefix_len):
+                if tokens < 0:
+                    raise RefusedInput("MASK-PREFIX", "prefix_len", tokens, "must be at least 0", (n,))
         case Document(starts):
             _check_length("starts", len(starts), batch_size)
             for n, row in enumerate(starts):

@@ -203,7 +203,10 @@ class Steps:
 
     def accumulate(self, into: FloatArray, at: IntArray, values: FloatArray) -> None:
         """Adds each key's contribution; many rows may hit one slot. [GRAD-SUM]"""
-        np.add.at(into, at, values)
+        if len(np.unique(at)) == len(at):
+            into[at] += values  # the same sum, ten times faster than add.at
+        else:
+            np.add.at(into, at, values)
 
     def sink_gradient(self, sink_logit: float, lse: float, delta: float) -> float:
         """One row's part of d loss / d sink logit. [GRAD-SINK]"""

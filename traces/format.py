@@ -168,9 +168,8 @@ def read_trace(path: str | os.PathLike[str] | Traversable) -> Trace:
     data = _read(folder, header.table)
     digest = hashlib.sha256(data).hexdigest()
     if digest != header.table_sha256:
-        raise ValueError(
-            f"{name}: sha256 is {digest}, but {HEADER_NAME} says {header.table_sha256}: truncated or edited"
-        )
+        want = header.table_sha256
+        raise ValueError(f"{name}: truncated or edited: sha256 is {digest}, but {HEADER_NAME} says {want}")
     return _decode(name, header, data)
 
 
@@ -206,7 +205,7 @@ def _check_header(name: str, header: TraceHeader) -> None:
         if window is not None and window < 1:
             raise ValueError(f"{name}: model.windows[{layer}] is {window}, want at least 1 or null")
     # The table lies beside its header, whatever the header says.
-    if Path(header.table).name != header.table or not header.table:
+    if Path(header.table).name != header.table or header.table in ("", ".."):
         raise ValueError(f"{name}: table is {header.table!r}, want the name of a file beside it")
 
 
@@ -338,8 +337,6 @@ def _histograms(name: str, columns: dict[str, Any], starts: Ints) -> dict[GroupK
         group = groups.setdefault(GroupKey(int(layer), int(kv_head), phase, selector), {})
         key = (cast("str", statistic), int(given_low), int(given_high))
         if key in group:
-            raise ValueError(
-                f"{name}: column statistic, row {low} is {statistic!r} of {key[1:]}, a second time for its group"
-            )
+            raise ValueError(f"{name}: column statistic, row {low} is {statistic!r} of {key[1:]}, listed twice")
         group[key] = Histogram(*bins)
     return groups

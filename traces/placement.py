@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from attnconform.traces.draws import Floats
     from attnconform.traces.statistics import Ints
+
+    Flags = NDArray[np.bool_]
 
 
 def tilt(shares: Floats, capacities: Ints, total: int) -> Floats:
@@ -70,27 +73,60 @@ def spread_churn(held: Ints, free: Ints, total: int, u: float) -> Ints:
     return np.minimum(round_to_total(room * (total / max(int(room.sum()), 1)), u), room)
 
 
-def swap_cells(
-    counts: Ints, kept: Ints, free: Ints, shares: Floats, swaps: int, u: Floats
-) -> tuple[Ints, Ints]:
-    """counts and kept after moving up to `swaps` ids from one cell to another, where cells alone cannot exchange them.
+def keep_shared(held: Ints, counts: Ints, capacities: Ints, shared: int, u: float) -> Ints:
+    """How many ids of the row before each cell keeps: `shared` in all, or more where a cell has nothing to exchange."""
+    kept = np.minimum(held, counts)
+    return kept - spread_churn(kept, capacities - held - (counts - kept), max(int(kept.sum()) - shared, 0), u)
 
-    A cell loses an id of the row before where that was unlikely to be there, and gains a new one where one is likely.
+
+def swap_cells(counts: Ints, kept: Ints, push: Floats, pull: Floats, room: Ints, u: Floats) -> tuple[Ints, Ints]:
+    """counts and kept after moving ids between cells, for what no cell can exchange by itself: one id per two draws.
+
+    A cell loses a kept id by its push and gains a new one by its pull, as long as it has room.
     """
-    counts, kept, free = counts.copy(), kept.copy(), free.copy()
-    for lose, gain in u[: 2 * swaps].reshape(-1, 2):
-        losing = kept * (1 - shares)
+    counts, kept, room = counts.copy(), kept.copy(), room.copy()
+    for lose, gain in u.reshape(-1, 2):
+        losing, gaining = kept * push, pull * (room > 0)
+        if losing.sum() <= 1e-9:
+            break
         source = _pick(losing, lose)
-        gaining = free * shares
         gaining[source] = 0.0
-        if losing.sum() <= 1e-9 or gaining.sum() <= 1e-9:
+        if gaining.sum() <= 0:
             break
         target = _pick(gaining, gain)
-        counts[source], kept[source] = counts[source] - 1, kept[source] - 1
-        counts[target], free[target] = counts[target] + 1, free[target] - 1
+        counts[source], kept[source], room[source] = counts[source] - 1, kept[source] - 1, room[source] + 1
+        counts[target], room[target] = counts[target] + 1, room[target] - 1
     return counts, kept
 
 
 def _pick(weights: Floats, u: float) -> int:
     edges = np.cumsum(weights)
     return int(min(np.searchsorted(edges, u * edges[-1], side="right"), len(weights) - 1))
+
+
+def flag(ids: Ints, marked: Ints) -> Flags:
+    """Which of the ids are marked."""
+    flags = np.zeros(max(int(ids.max(initial=0)), int(marked.max(initial=0))) + 1, dtype=bool)
+    flags[marked] = True
+    return flags[ids]
+
+
+def first_by(order: Floats, among: Flags, counts: Ints) -> Flags:
+    """In each line, the first `counts` of those flagged, by order."""
+    ranks = np.argsort(np.argsort(np.where(among, order, 2.0), axis=1, kind="stable"), axis=1, kind="stable")
+    return among & (ranks < counts[:, None])
+
+
+def beside(chosen: Flags, free: Flags, step: int, u: float) -> int | None:
+    """A free place one step from a chosen one, on either side; None where there is none."""
+    taken = np.flatnonzero(chosen)
+    places = np.concatenate([taken - step, taken + step])
+    places = places[(places >= 0) & (places < len(free))]
+    places = places[free[places]]
+    return int(places[int(u * len(places))]) if len(places) else None
+
+
+def weighted(free: Flags, weights: Floats, u: float) -> int:
+    """A free place, by weight."""
+    places = np.flatnonzero(free)
+    return int(places[_pick(weights[places], u)])

@@ -43,11 +43,6 @@ class Density:
         """The bin of each distance."""
         return np.searchsorted(self.lows, distances, side="right").clip(1) - 1
 
-    def capacities(self, nearest: int, farthest: int) -> Ints:
-        """Ids of each bin among the distances nearest to farthest."""
-        highs = np.append(self.lows[1:] - 1, np.iinfo(np.int64).max // 2)
-        return (np.minimum(highs, farthest) - np.maximum(self.lows, nearest) + 1).clip(min=0)
-
 
 def spread(h: Histogram, lows: Ints, highs: Ints) -> Floats:
     """Counts of h on finer bins, each of its own bins spread evenly over its integers."""

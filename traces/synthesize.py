@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from attnconform.traces.block_drawer import Shape
 from attnconform.traces.draws import draw
-from attnconform.traces.row_drawer import RowDrawer, Shape
 from attnconform.traces.selection_model import SelectionModel
+from attnconform.traces.token_drawer import RowDrawer
 
 if TYPE_CHECKING:
     from attnconform.traces.format import GroupKey, Trace

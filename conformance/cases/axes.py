@@ -54,13 +54,22 @@ BACKWARD_AXES: dict[str, tuple[str, ...]] = {
 DENSE = {"sharing": "shared", "q_block": "1", "listing": "sorted", "local": "none", "empty": "none"}
 
 
+# row values that exclude one another, as (axis, value, other axis, the only value or values it may have)
+EXCLUSIONS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    *(("granularity", "dense", axis, (value,)) for axis, value in DENSE.items()),
+    ("phase", "decode", "q_block", ("1",)),
+    # an emptied list with a window or sinks is not empty, and a request of no tokens is empty already
+    *((("empty", empty, "local", ("none",))) for empty in ("first", "middle", "last")),
+    *(
+        ("empty", empty, "lengths", ("one", "page_edge", "tile_edge", "long_and_short"))
+        for empty in ("first", "middle", "last")
+    ),
+)
+
+
 def is_possible(row: Row) -> bool:
     """Whether the values of a row, which may be incomplete, can stand together."""
-    if row.get("granularity") == "dense" and any(row.get(axis, value) != value for axis, value in DENSE.items()):
-        return False
-    if row.get("phase") == "decode" and row.get("q_block") == "4":
-        return False
-    if row.get("empty", "none") != "none":
-        # an emptied list with a window or sinks is not empty, and a request of no tokens is already
-        return row.get("local", "none") == "none" and row.get("lengths") != "empty_request"
-    return True
+    return not any(
+        row.get(axis) == value and other in row and row[other] not in allowed
+        for axis, value, other, allowed in EXCLUSIONS
+    )

@@ -1,6 +1,12 @@
 """Which clauses a case exercises, read off its axes."""
 
+from dataclasses import replace
+
+import numpy as np
+
 from attnconform.conformance.cases.axes import Row
+from attnconform.reference.attention import effective_sets
+from attnconform.reference.problem import AttentionProblem
 
 EVERY_FORWARD = (
     "SET-IDENTITY", "COORD-SLOT", "COORD-ROW", "MASK-BEFORE-MAX", "MASK-OFFSET", "MASK-TAIL", "MASK-INTERFERE",
@@ -43,8 +49,10 @@ BACKWARD_OF_VALUE: dict[tuple[str, str], tuple[str, ...]] = {
 BLOCKS_OF_THE_MASK = ("BLOCK-COMPLETE", "BLOCK-EXCLUSIVE", "BLOCK-FULL", "BLOCK-DECODE")
 
 
-def clauses_of(operation: str, row: Row, *, has_empty_row: bool) -> tuple[str, ...]:
-    """Clauses of one row of axis values."""
+def clauses_of(operation: str, row: Row, problem: AttentionProblem) -> tuple[str, ...]:
+    """Clauses that a problem with these axis values exercises; none that nothing in it could break."""
+    counts, listed = (effective_sets(p).counts() for p in (problem, replace(problem, mask_rule=None)))
+    has_empty_row = bool(counts.size) and not counts.all()
     clauses = set(EVERY_FORWARD)
     for pair in row.items():
         clauses.update(OF_VALUE.get(pair, ()))
@@ -62,4 +70,15 @@ def clauses_of(operation: str, row: Row, *, has_empty_row: bool) -> tuple[str, .
             clauses.add("BLOCK-TRANSPOSE")
         if has_empty_row:
             clauses.add("EMPTY-GRAD")
+    if (counts == listed).all():
+        clauses -= {c for c in clauses if c.startswith("MASK-") and c not in EVERY_FORWARD}
+    if not has_alias(problem):
+        clauses.discard("SET-ALIAS")
     return tuple(sorted(clauses))
+
+
+def has_alias(problem: AttentionProblem) -> bool:
+    """Whether some request names one page at two logical places."""
+    pages = -(-problem.seqlen_kv // problem.cache.page_size)
+    used = (problem.cache.page_table[n, : int(count)] for n, count in enumerate(pages))
+    return any(len(np.unique(row)) < len(row) for row in used)

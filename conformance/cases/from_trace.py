@@ -6,7 +6,7 @@ import numpy as np
 
 from attnconform.conformance.cases.clauses_of import clauses_of
 from attnconform.conformance.cases.draw import Draw
-from attnconform.conformance.cases.structure import CandidateStructure, Case, Structure, named
+from attnconform.conformance.cases.structure import CandidateStructure, Case, Structure, build_problem, named
 from attnconform.conformance.views import Hints
 from attnconform.reference.rules import Causal
 from attnconform.traces import CandidateRows, GroupKey, Trace, synthesize
@@ -57,7 +57,7 @@ def trace_case(trace: Trace, group: GroupKey, seed: int, dtype: str) -> Case:
         structure=structure,
         values="normal",
         seed=seed,
-        clauses=clauses_of("forward", axes, has_empty_row=False),
+        clauses=clauses_of("forward", axes, build_problem(structure)),
         axes=axes,
     )
     return named(case, f"{trace.header.name}-{group.phase}-{group.selector}-layer{group.layer}")

@@ -40,6 +40,7 @@ def build_structure(row: Row, seed: int) -> Structure:
         dtype=row["dtype"],  # type: ignore[arg-type]  # the axis holds the literal's values
         seqlens_q=lengths.q,
         seqlens_kv=lengths.kv,
+        q_offset=draw_offsets(draw, row, lengths),
         num_qo_heads=num_qo_heads,
         num_kv_heads=num_kv_heads,
         head_dim_qk=head_dim_qk,
@@ -80,6 +81,17 @@ def query_length(draw: Draw, phase: str, request: int, seqlen_kv: int) -> int:
     return min(rows, seqlen_kv)
 
 
+def draw_offsets(draw: Draw, row: Row, lengths: Lengths) -> tuple[int, ...] | None:
+    """Where a mask looks at positions, queries a little before the end of what is committed.
+
+    At the end a causal mask would have nothing to remove, and a query there cannot tell causal from none.
+    """
+    if row["mask"] == "none" or row["phase"] == "prefill":
+        return None
+    behind = draw.integer(1, 4)
+    return tuple(max(t - q - behind, 0) for q, t in zip(lengths.q, lengths.kv, strict=True))
+
+
 def draw_page_table(
     draw: Draw, kind: str, seqlens_kv: tuple[int, ...], page_size: int
 ) -> tuple[tuple[tuple[int, ...], ...], int]:
@@ -97,8 +109,8 @@ def draw_page_table(
     if kind == "shared_prefix":
         donor = int(np.argmax(needed))
         table = [[table[donor][0], *row[1:]] if len(row) > 1 else row for row in table]
-    if kind == "aliased":  # one request names the same page at two logical places
-        table = [[*row[:-1], row[0]] if len(row) > 2 else row for row in table]
+    if kind == "aliased":  # a request names the same page at two logical places
+        table = [[*row[:-1], row[0]] if len(row) > 1 else row for row in table]
     return tuple(tuple(row) for row in table), num_pages
 
 

@@ -1,18 +1,18 @@
 """The L1 matrix: a covering array over the axes, frozen as data, turned into cases."""
 
 import json
+from collections.abc import Iterator
 from functools import cache
 from importlib import resources
 from itertools import combinations, product
 
 import msgspec
 
-from attnconform.conformance.cases.axes import BACKWARD_AXES, FORWARD_AXES, Row, is_possible
+from attnconform.conformance.cases.axes import BACKWARD_AXES, EXCLUSIONS, FORWARD_AXES, Row, is_possible
 from attnconform.conformance.cases.clauses_of import clauses_of
 from attnconform.conformance.cases.generate import build_structure
 from attnconform.conformance.cases.refusals import refusal_cases
 from attnconform.conformance.cases.structure import Case, build_problem, named
-from attnconform.reference.attention import effective_sets
 
 AXES = {"forward": FORWARD_AXES, "backward": BACKWARD_AXES}
 # axes whose triples are covered as well: which keys a row sees is decided by them together
@@ -36,8 +36,19 @@ def covering_rows(operation: str) -> list[dict[str, str]]:
 
     factors = {axis: list(values) for axis, values in AXES[operation].items()}
     sub_models = [{"fields": list(fields), "strength": 3} for fields in TRIPLES[operation]]
-    rows = make(factors, strength=2, sub_models=sub_models, pre_filter=is_possible)
+    rows = make(factors, strength=2, sub_models=sub_models, constraints=list(constraints(operation)))
     return [{axis: row[axis] for axis in factors} for row in rows]
+
+
+def constraints(operation: str) -> Iterator[dict[str, object]]:
+    """EXCLUSIONS in the covering library's own words."""
+    axes = AXES[operation]
+    for axis, value, other, allowed in EXCLUSIONS:
+        if value not in axes[axis]:
+            continue
+        not_it = {"operator": "not", "condition": {"operator": "eq", "left": axis, "value": value}}
+        kept = [{"operator": "eq", "left": other, "value": v} for v in allowed if v in axes[other]]
+        yield {"operator": "or", "conditions": [not_it, *kept]}
 
 
 @cache
@@ -49,8 +60,8 @@ def frozen_rows(operation: str) -> list[dict[str, str]]:
 
 
 def uncovered(operation: str, rows: list[dict[str, str]]) -> list[Row]:
-    """Pairs, and triples of TRIPLES, that can stand together and that no row holds."""
-    axes = AXES[operation]
+    """Pairs, and triples of TRIPLES, that can stand together and that no possible row holds."""
+    axes, rows = AXES[operation], [row for row in rows if is_possible(row)]
     combined = [*combinations(axes, 2), *TRIPLES[operation]]
     return [
         dict(wanted)
@@ -65,7 +76,6 @@ def matrix_case(operation: str, index: int, row: dict[str, str]) -> Case:
     """One row of the array as a case."""
     seed = FIRST_SEED + index + (1 << 16 if operation == "backward" else 0)
     structure = build_structure(row, seed)
-    counts = effective_sets(build_problem(structure)).counts()
     case = Case(
         id="",
         level="L1",
@@ -73,7 +83,7 @@ def matrix_case(operation: str, index: int, row: dict[str, str]) -> Case:
         structure=structure,
         values=row["values"],  # type: ignore[arg-type]
         seed=seed,
-        clauses=clauses_of(operation, row, has_empty_row=bool(counts.size) and not counts.all()),
+        clauses=clauses_of(operation, row, build_problem(structure)),
         axes=row,
     )
     return named(case, f"{row['phase']}-{row['granularity']}-{row['mask']}-{row['values']}")

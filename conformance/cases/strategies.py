@@ -23,7 +23,6 @@ from attnconform.conformance.cases.structure import (
     named,
 )
 from attnconform.conformance.views import Hints
-from attnconform.reference.attention import effective_sets
 from attnconform.reference.candidates import HOLE, Sharing
 from attnconform.reference.rules import Alibi, And, Causal, Document, MaskRule, Or, PrefixLM, ScoreRule, SoftCap, Window
 
@@ -314,8 +313,7 @@ def pages_of(table: tuple[tuple[int, ...], ...]) -> str:
 
 def clauses_of_structure(operation: Operation, structure: Structure, kind: ValueKind) -> tuple[str, ...]:
     """The clauses a drawn case exercises: those of its axes, and those of each of its rules."""
-    counts = effective_sets(build_problem(structure)).counts()
-    by_axes = clauses_of(operation, axes_of(structure, kind), has_empty_row=not counts.all())
+    by_axes = clauses_of(operation, axes_of(structure, kind), build_problem(structure))
     mask, score = rules_within(structure.mask_rule), structure.score_rules
     by_rule = [clause for rule in (*mask, *score) for clause in CLAUSES_OF_RULE[type(rule)]]
     by_rule += ["MASK-NO-BIAS"] if mask else []

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from attnconform.kernels.sparse_attention.backward_edges import load_vectors
 from attnconform.kernels.sparse_attention.backward_keys import launch_key_gradients
 from attnconform.kernels.sparse_attention.backward_query import RowInputs, launch_query_gradients, padded_dim
 from attnconform.kernels.sparse_attention.backward_transpose import TransposedPlan, transpose_plan
@@ -75,9 +76,8 @@ def backward(
     _check_tensors(plan, {"dq": dq, "dk": dk, "dv": dv} | ({} if dlse is None else {"dlse": dlse}))
     if mode not in ("atomic", "kv_centric"):
         raise PlanError("SAFE-SHAPE", "mode", mode, "must be atomic or kv_centric")
-    lse = lse.contiguous()
-    delta = compute_delta(out, dout, dlse)
-    inputs = RowInputs(q, k_cache, v_cache, dout, lse, delta)
+    row_lse, delta = prepare_rows(out, lse, dout, dlse)
+    inputs = RowInputs(q, k_cache, v_cache, dout, row_lse, delta)
     if mode == "atomic":
         _add_key_gradients(plan, inputs, dq, dk, dv)
     else:
@@ -105,40 +105,41 @@ def _compute_dsink(plan: Plan, lse: Tensor, delta: Tensor) -> Tensor | None:
     return -(torch.exp(plan.sink_logits - lse) * delta).sum(0)
 
 
-def compute_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
-    """dout.out - dlse of every row and head, in float32."""
-    delta = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
+def prepare_rows(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """lse, +inf where a row has no key so that exp(s - lse) is 0, and delta = dout.out - dlse; both contiguous."""
+    row_lse, delta = torch.empty((2, *lse.shape), dtype=torch.float32, device=out.device)
     if delta.numel():
-        delta_kernel[(triton.cdiv(delta.numel(), TILE_ROWS),)](
-            out, dout, dlse, delta,
-            out.stride(), dout.stride(), None if dlse is None else dlse.stride(),
+        row_kernel[(triton.cdiv(delta.numel(), TILE_ROWS),)](
+            out, lse, dout, dlse, row_lse, delta,
+            out.stride(), lse.stride(), dout.stride(), None if dlse is None else dlse.stride(),
             out.shape[0], out.shape[1],
             TILE_ROWS=TILE_ROWS,
             HEAD_DIM=out.shape[2],
             PADDED_DIM=padded_dim(out.shape[2]),
             num_warps=4,
         )  # fmt: skip
-    return delta
+    return row_lse, delta
 
 
 @triton.jit
-def delta_kernel(
-    out_ptr, dout_ptr, dlse_ptr, delta_ptr, out_strides, dout_strides, dlse_strides, total_q, num_qo_heads,
+def row_kernel(
+    out_ptr, lse_ptr, dout_ptr, dlse_ptr, row_lse_ptr, delta_ptr,
+    out_strides, lse_strides, dout_strides, dlse_strides, total_q, num_qo_heads,
     TILE_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
-    """delta of TILE_ROWS rows times heads."""
+    """lse and delta of TILE_ROWS rows times heads."""
     unit = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     row = unit // num_qo_heads
     head = unit % num_qo_heads
     is_row = row < total_q
-    dim = tl.arange(0, PADDED_DIM).to(tl.int64)
-    is_read = is_row[:, None] & (dim < HEAD_DIM)[None, :]
+    lse = tl.load(lse_ptr + row * lse_strides[0] + head * lse_strides[1], mask=is_row, other=0.0)
+    tl.store(row_lse_ptr + unit, tl.where(lse > float("-inf"), lse, float("inf")), mask=is_row)
     out_starts = row * out_strides[0] + head * out_strides[1]
     dout_starts = row * dout_strides[0] + head * dout_strides[1]
-    out = tl.load(out_ptr + out_starts[:, None] + (dim * out_strides[2])[None, :], mask=is_read, other=0.0)
-    dout = tl.load(dout_ptr + dout_starts[:, None] + (dim * dout_strides[2])[None, :], mask=is_read, other=0.0)
+    out = load_vectors(out_ptr, out_starts, is_row, out_strides[2], HEAD_DIM, PADDED_DIM)
+    dout = load_vectors(dout_ptr, dout_starts, is_row, dout_strides[2], HEAD_DIM, PADDED_DIM)
     delta = tl.sum(widen(out) * widen(dout), axis=1)
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + row * dlse_strides[0] + head * dlse_strides[1], mask=is_row, other=0.0)

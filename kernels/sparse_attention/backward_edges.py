@@ -57,19 +57,18 @@ def apply_score_rules_with_slope(
 
 @triton.jit
 def load_row_state(
-    lse_ptr,
+    lse_ptr,  # as row_kernel prepares it, +inf where a row has no key
     delta_ptr,
-    rows,  # global query rows
-    heads,  # query heads
-    is_row,
+    rows,  # [TILE_M] global query rows
+    heads,  # [TILE_M] query heads
+    is_row,  # [TILE_M]
     num_qo_heads,
 ):
-    """lse, delta and whether there is any key; without one lse is +inf, so that every probability is 0. [EMPTY-GRAD]"""
+    """lse, delta and whether there is any key; without one every probability becomes 0. [EMPTY-GRAD]"""
     offset = rows.to(tl.int64) * num_qo_heads + heads
-    lse = tl.load(lse_ptr + offset, mask=is_row, other=float("-inf"))
-    has_key = lse > float("-inf")
-    delta = tl.load(delta_ptr + offset, mask=has_key, other=0.0)
-    return tl.where(has_key, lse, float("inf")), delta, has_key
+    lse = tl.load(lse_ptr + offset, mask=is_row, other=float("inf"))
+    delta = tl.load(delta_ptr + offset, mask=is_row, other=0.0)
+    return lse, delta, lse < float("inf")
 
 
 @triton.jit

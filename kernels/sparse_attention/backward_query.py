@@ -48,7 +48,7 @@ MERGE_WIDTH = tl.constexpr(len(MERGE_FIELDS))
 
 
 class RowInputs(NamedTuple):
-    """What either direction reads; lse and delta are contiguous, everything else has any strides."""
+    """What either direction reads; lse and delta as `prepare_rows` makes them, everything else of any strides."""
 
     q: Tensor  # (total_q, num_qo_heads, head_dim_qk)
     k_cache: Tensor

@@ -163,7 +163,6 @@ def _attend_arguments(plan: Plan, launch: Launch) -> tuple[dict[str, object], di
         "PADDED_QK": _padded(plan.head_dim_qk),
         "PADDED_VO": _padded(plan.head_dim_vo),
         "PAGE_SIZE": plan.page_size,
-        "NUM_INTERVALS": plan.mask_starts.shape[0],
         "SCORE_CODES": plan.score_codes,
         "MASK_FN": plan.mask_fn,
         "HAS_LISTS": plan.list_slots is not None,
@@ -197,7 +196,7 @@ def _merge_arguments(plan: Plan, launch: Launch) -> tuple[dict[str, object], dic
 def _is_unmasked(plan: Plan, shape: TileShape) -> bool:
     """Whether a task's keys are exactly those its single row may see, as the work list has cut them."""
     is_row_of_block = plan.q_block_size == 1 or not plan.window
-    return shape.tile_q == 1 and plan.mask_starts.shape[0] == 1 and plan.mask_fn is None and is_row_of_block
+    return shape.tile_q == 1 and plan.mask_fn is None and is_row_of_block
 
 
 def _padded(head_dim: int) -> int:
@@ -240,7 +239,6 @@ def attend_kernel(
     PADDED_QK: tl.constexpr,
     PADDED_VO: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    NUM_INTERVALS: tl.constexpr,
     SCORE_CODES: tl.constexpr,
     MASK_FN: tl.constexpr,
     HAS_LISTS: tl.constexpr,
@@ -299,7 +297,7 @@ def attend_kernel(
             acc, row_max, row_sum = attend_tile(
                 acc, row_max, row_sum, q, first, kv_end, where, page_row, k_cache, v_cache, lists, mask, score,
                 False, IS_UNMASKED, IS_ONE_ROW, TILE_KV, HEAD_DIM_QK, HEAD_DIM_VO, PADDED_QK, PADDED_VO, PAGE_SIZE,
-                NUM_INTERVALS, SCORE_CODES, MASK_FN, HAS_LISTS, HAS_WINDOW,
+                SCORE_CODES, MASK_FN, HAS_LISTS, HAS_WINDOW,
             )  # fmt: skip
     else:
         full_stop = full_start + (full_end - full_start) // TILE_KV * TILE_KV
@@ -308,7 +306,7 @@ def attend_kernel(
             acc, row_max, row_sum = attend_tile(
                 acc, row_max, row_sum, q, first, full_stop, where, page_row, k_cache, v_cache, lists, mask, score,
                 True, True, IS_ONE_ROW, TILE_KV, HEAD_DIM_QK, HEAD_DIM_VO, PADDED_QK, PADDED_VO, PAGE_SIZE,
-                NUM_INTERVALS, SCORE_CODES, MASK_FN, HAS_LISTS, HAS_WINDOW,
+                SCORE_CODES, MASK_FN, HAS_LISTS, HAS_WINDOW,
             )  # fmt: skip
         # Keys before and after those, masked row by row.
         num_before = tl.cdiv(full_start - kv_start, TILE_KV)
@@ -320,7 +318,7 @@ def attend_kernel(
             acc, row_max, row_sum = attend_tile(
                 acc, row_max, row_sum, q, first, limit, where, page_row, k_cache, v_cache, lists, mask, score,
                 False, False, IS_ONE_ROW, TILE_KV, HEAD_DIM_QK, HEAD_DIM_VO, PADDED_QK, PADDED_VO, PAGE_SIZE,
-                NUM_INTERVALS, SCORE_CODES, MASK_FN, HAS_LISTS, HAS_WINDOW,
+                SCORE_CODES, MASK_FN, HAS_LISTS, HAS_WINDOW,
             )  # fmt: skip
 
     if partial >= 0:
@@ -352,7 +350,6 @@ def attend_tile(
     PADDED_QK: tl.constexpr,
     PADDED_VO: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    NUM_INTERVALS: tl.constexpr,
     SCORE_CODES: tl.constexpr,
     MASK_FN: tl.constexpr,
     HAS_LISTS: tl.constexpr,
@@ -373,11 +370,10 @@ def attend_tile(
         # [ROWS, TILE_KV]
         admitted = is_key[None, :] & admit_keys(
             key, is_key, kv_idx, rule_rows, is_rule_row, q_idx, request, lists, mask,
-            NUM_INTERVALS, MASK_FN, HAS_LISTS and HAS_WINDOW,
+            MASK_FN, HAS_LISTS and HAS_WINDOW,
         )  # fmt: skip
-        # A slot that no row admits is not read. A single interval per row leaves no gap between the rows of a tile,
-        # and the work list ends where it ends.
-        if IS_ONE_ROW or NUM_INTERVALS > 1 or HAS_WINDOW or MASK_FN is not None:
+        # A slot that no row admits is not read. Intervals alone leave none: the work list ends where they end.
+        if IS_ONE_ROW or HAS_WINDOW or MASK_FN is not None:
             is_read = tl.max(admitted.to(tl.int32), axis=0) > 0
         else:
             is_read = is_key
@@ -438,13 +434,12 @@ def admit_keys(
     key, is_key, kv_idx,  # [TILE_KV]
     rule_rows, is_rule_row, q_idx,  # [ROWS]
     request, lists, mask,
-    NUM_INTERVALS: tl.constexpr,
     MASK_FN: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Which keys are in E of each row, [ROWS, TILE_KV]. [MASK-BEFORE-MAX, SET-UNION]"""
     mask_starts_ptr, mask_ends_ptr, total_q, mask_data_ptr = mask
-    admitted = is_in_intervals(rule_rows, is_rule_row, kv_idx, mask_starts_ptr, mask_ends_ptr, total_q, NUM_INTERVALS)
+    admitted = is_in_intervals(rule_rows, is_rule_row, kv_idx, mask_starts_ptr, mask_ends_ptr, total_q, 1)
     if HAS_WINDOW:
         is_member = tl.load(lists[2] + key, mask=is_key, other=0) != 0
         distance = q_idx[:, None] - kv_idx[None, :]

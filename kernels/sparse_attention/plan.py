@@ -51,7 +51,7 @@ class Plan:
     positions ascending and unique. List numbers are row-major over (request, block of q_block_size query rows, head
     list), with num_qo_heads, num_kv_heads or 1 head lists (`lists_per_block`). An entry that is a member is a candidate
     of every row of its list; any other only of rows with 0 <= q_idx - kv_idx < window.
-    Mask: row r may see kv_idx where mask_starts[k, r] <= kv_idx < mask_ends[k, r] for some k, and mask_fn agrees.
+    Mask: row r may see kv_idx where mask_starts[0, r] <= kv_idx < mask_ends[0, r], and mask_fn agrees.
     """
 
     num_qo_heads: int
@@ -80,8 +80,8 @@ class Plan:
     list_slots: Tensor | None  # (num_entries,) int64
     list_members: Tensor | None  # (num_entries,) bool
 
-    mask_starts: Tensor  # (num_intervals, total_q) int32
-    mask_ends: Tensor  # (num_intervals, total_q) int32
+    mask_starts: Tensor  # (1, total_q) int32
+    mask_ends: Tensor  # (1, total_q) int32
     mask_fn: triton.JITFunction | None
     mask_data: Tensor | None
     score_codes: tuple[int, ...]

@@ -1,10 +1,10 @@
 """Mask and score rules of the sparse attention kernels, and how they reach the GPU.
 
-A query at one position sees, under every built-in mask rule, one interval of kv positions; And intersects and Or joins
-intervals. `lower_mask` therefore turns any tree into a few disjoint intervals per query row when a plan is made, and a
-kernel compares positions with them: window sizes, prefixes and documents are data, the number of intervals is all that
-is compiled in, and the work list skips what no interval touches. Score rules become a short program of codes, compiled
-in, over a table of per-head parameters. Rules see logical positions and query heads only. [COORD-LOGICAL]
+Every built-in mask rule lets a query see one interval around its own position. Intervals that share a point intersect
+and join to intervals, so any tree of And and Or comes down to one interval per query row, computed when a plan is
+made. A kernel compares positions with it: window sizes, prefixes and documents are data, nothing of a tree is compiled
+in, and the work list skips what no interval touches. Score rules become a short program of codes, compiled in, over a
+table of per-head parameters. Rules see logical positions and query heads only. [COORD-LOGICAL]
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attnconform.kernels.sparse_attention.errors import PlanError
 
-MAX_INTERVALS = 16
+_FAR = 1 << 40  # beyond every position on either side
 
 
 @dataclass(frozen=True)
@@ -133,69 +133,67 @@ class QueryRows:
 
 @dataclass(frozen=True, eq=False)
 class LoweredMask:
-    """Row r may see kv position j where starts[k, r] <= j < ends[k, r] for some k, and mask_fn agrees.
+    """Row r may see kv position j where starts[0, r] <= j < ends[0, r], and mask_fn agrees."""
 
-    The intervals of a row are disjoint and ascend; empty ones may lie among them. All lie in [0, seqlen_kv).
-    """
-
-    starts: Tensor  # (num_intervals, total_q) int32
-    ends: Tensor  # (num_intervals, total_q) int32
+    starts: Tensor  # (1, total_q) int32, within [0, seqlen_kv]
+    ends: Tensor  # (1, total_q) int32, at least starts
     mask_fn: triton.JITFunction | None
     mask_data: Tensor | None
 
-    @property
-    def num_intervals(self) -> int:
-        return int(self.starts.shape[0])
 
-
-Intervals = tuple[Tensor, Tensor]  # starts and ends, (num_intervals, total_q) int64, disjoint and ascending per row
+Interval = tuple[Tensor, Tensor]  # first position and past the last, (total_q,) int64, around the row's own position
 
 
 def lower_mask(rule: MaskRule | None, rows: QueryRows) -> LoweredMask:
-    """The intervals a mask rule allows every row, and the jit function it may add. [MASK-COMPOSE]"""
+    """The interval a mask rule allows every row, and the jit function it may add. [MASK-COMPOSE]"""
     parts = rule.rules if isinstance(rule, And) else () if rule is None else (rule,)
     customs = [part for part in parts if isinstance(part, Custom)]
     if len(customs) > 1:
         raise PlanError(
             "MASK-COMPOSE", "mask_rule", len(customs), "one Custom rule per plan; join them in one function"
         )
-    committed = (torch.zeros_like(rows.seqlen_kv)[None], rows.seqlen_kv[None])
-    allowed = [_allowed_intervals(part, rows) for part in parts if not isinstance(part, Custom)]
-    starts, ends = reduce(_intersect, allowed, committed)
-    if starts.shape[0] > MAX_INTERVALS:
-        raise PlanError("MASK-COMPOSE", "mask_rule", starts.shape[0], f"at most {MAX_INTERVALS} intervals per row")
+    unlimited = (rows.position - _FAR, rows.position + _FAR)
+    allowed = [_allowed_interval(part, rows) for part in parts if not isinstance(part, Custom)]
+    start, end = reduce(_intersect, allowed, unlimited)
+    zero = torch.zeros_like(start)
     custom = customs[0] if customs else None
     return LoweredMask(
-        starts=starts.int().contiguous(),
-        ends=torch.maximum(starts, ends).int().contiguous(),
+        starts=torch.clamp(start, zero, rows.seqlen_kv).int()[None],
+        ends=torch.clamp(end, zero, rows.seqlen_kv).int()[None],
         mask_fn=custom.mask_fn if custom else None,
         mask_data=custom.data if custom else None,
     )
 
 
-def _allowed_intervals(rule: MaskRule, rows: QueryRows) -> Intervals:
-    """Intervals of one rule, clipped to the request."""
-    first, past = torch.zeros_like(rows.position), rows.seqlen_kv
+def _allowed_interval(rule: MaskRule, rows: QueryRows) -> Interval:
+    """What one rule allows, not yet cut to the request."""
+    first, past = rows.position - _FAR, rows.position + _FAR
     match rule:
         case Causal():
-            past = rows.position + 1
+            return first, rows.position + 1
         case Window(left, right):
             first = first if left is None else rows.position - left
-            past = past if right is None else rows.position + right + 1
+            return first, past if right is None else rows.position + right + 1
         case PrefixLM(prefix_len):
-            past = torch.maximum(_per_row("prefix_len", prefix_len, rows), rows.position + 1)
+            return first, torch.maximum(_per_row("prefix_len", prefix_len, rows), rows.position + 1)
         case Document(starts):
-            first, past = _document_bounds(starts, rows)
+            return _document_bounds(starts, rows)
         case And(parts):
-            return reduce(_intersect, [_allowed_intervals(part, rows) for part in parts])
+            return reduce(_intersect, [_allowed_interval(part, rows) for part in parts])
         case Or(parts):
-            return reduce(_join, [_allowed_intervals(part, rows) for part in parts])
+            return reduce(_join, [_allowed_interval(part, rows) for part in parts])
         case Custom():
             raise PlanError("MASK-COMPOSE", "mask_rule", "Custom", "must stand alone or directly inside an And")
-        case _:
-            raise PlanError("MASK-COMPOSE", "mask_rule", repr(rule), "must be a rule of this module")
-    zero = torch.zeros_like(first)
-    return torch.clamp(first, zero, rows.seqlen_kv)[None], torch.clamp(past, zero, rows.seqlen_kv)[None]
+    raise PlanError("MASK-COMPOSE", "mask_rule", repr(rule), "must be a rule of this module")
+
+
+def _intersect(a: Interval, b: Interval) -> Interval:
+    return torch.maximum(a[0], b[0]), torch.minimum(a[1], b[1])
+
+
+def _join(a: Interval, b: Interval) -> Interval:
+    """Both hold the row's own position, so nothing lies between them."""
+    return torch.minimum(a[0], b[0]), torch.maximum(a[1], b[1])
 
 
 def _per_row(name: str, per_request: tuple[int, ...], rows: QueryRows) -> Tensor:
@@ -203,7 +201,7 @@ def _per_row(name: str, per_request: tuple[int, ...], rows: QueryRows) -> Tensor
     return torch.tensor(per_request, dtype=torch.int64, device=rows.request.device)[rows.request]
 
 
-def _document_bounds(starts: tuple[tuple[int, ...], ...], rows: QueryRows) -> Intervals:
+def _document_bounds(starts: tuple[tuple[int, ...], ...], rows: QueryRows) -> Interval:
     """First and past-the-last position of the document of each row."""
     _check_length("starts", len(starts), rows.batch_size)
     lengths = torch.tensor([len(row) for row in starts], dtype=torch.int64)
@@ -220,33 +218,6 @@ def _document_bounds(starts: tuple[tuple[int, ...], ...], rows: QueryRows) -> In
 
 
 _KEY_STRIDE = 1 << 34  # positions lie in +-2^31, so that a request's keys stay between its walls
-
-
-def _intersect(a: Intervals, b: Intervals) -> Intervals:
-    """Positions in both; of the pairwise intersections of disjoint intervals at most Ka + Kb - 1 are not empty."""
-    starts = torch.maximum(a[0][:, None], b[0][None]).flatten(0, 1)
-    ends = torch.minimum(a[1][:, None], b[1][None]).flatten(0, 1)
-    starts, ends = _sort_by_start(starts, ends)
-    kept = a[0].shape[0] + b[0].shape[0] - 1
-    return starts[:kept], ends[:kept]
-
-
-def _join(a: Intervals, b: Intervals) -> Intervals:
-    """Positions in either, cut so that no position lies in two intervals."""
-    starts, ends = _sort_by_start(torch.cat([a[0], b[0]]), torch.cat([a[1], b[1]]))
-    reached = torch.cummax(ends, dim=0).values
-    starts[1:] = torch.maximum(starts[1:], reached[:-1])
-    return starts, torch.maximum(starts, ends)
-
-
-def _sort_by_start(starts: Tensor, ends: Tensor) -> Intervals:
-    """The same intervals, ascending, empty ones last and alike."""
-    is_empty = starts >= ends
-    starts, order = torch.where(is_empty, _PAST_ALL, starts).sort(dim=0)
-    return starts, torch.where(is_empty, _PAST_ALL, ends).gather(0, order)
-
-
-_PAST_ALL = 2**31 - 1  # no position: lengths are below it
 
 
 def _check_length(name: str, got: int, want: int) -> None:

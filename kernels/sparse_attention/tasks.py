@@ -202,23 +202,21 @@ def _mask_spans(q_start: Tensor, q_count: Tensor, mask: LoweredMask) -> tuple[Te
     """Positions that some row of a row tile may see (a hull), and a run that all its rows may see."""
     owner, rank = enumerate_runs(q_count)
     rows = q_start[owner] + rank
-    starts, ends = mask.starts.long()[:, rows], mask.ends.long()[:, rows]
+    starts, ends = mask.starts[0, rows].long(), mask.ends[0, rows].long()
     is_empty = starts >= ends
-    shape, index = (starts.shape[0], q_count.numel()), owner.expand_as(starts)
 
     def reduce_rows(values: Tensor, how: str) -> Tensor:
-        return values.new_zeros(shape).scatter_reduce(1, index, values, how, include_self=False)
+        return values.new_zeros(q_count.numel()).scatter_reduce(0, owner, values, how, include_self=False)
 
-    kv_start = reduce_rows(torch.where(is_empty, 2**31 - 1, starts), "amin").amin(0)
-    kv_end = reduce_rows(torch.where(is_empty, 0, ends), "amax").amax(0)
-    common_start, common_end = reduce_rows(starts, "amax"), reduce_rows(ends, "amin")
+    kv_end = reduce_rows(torch.where(is_empty, 0, ends), "amax")
+    kv_start = torch.minimum(reduce_rows(torch.where(is_empty, _NO_POSITION, starts), "amin"), kv_end)
+    full_start = torch.clamp(reduce_rows(starts, "amax"), kv_start, kv_end)
+    full_end = torch.clamp(reduce_rows(ends, "amin"), full_start, kv_end)
     # A jit function may refuse any key, so that no run is known to be allowed.
-    longest = (common_end - common_start).argmax(0, keepdim=True)
-    full_start = common_start.gather(0, longest)[0]
-    full_end = common_end.gather(0, longest)[0] if mask.mask_fn is None else full_start
-    kv_start = torch.minimum(kv_start, kv_end)
-    full_start = torch.minimum(torch.maximum(full_start, kv_start), kv_end)
-    return kv_start, kv_end, full_start, torch.minimum(torch.maximum(full_end, full_start), kv_end)
+    return kv_start, kv_end, full_start, full_end if mask.mask_fn is None else full_start
+
+
+_NO_POSITION = 2**31 - 1  # lengths are below it
 
 
 def _before_partial_windows(full_end: Tensor, blocks: RowBlocks, block: Tensor, window: int | None) -> Tensor:

@@ -47,5 +47,5 @@ def test_holes_drop_out_wherever_they_stand(fixed: list[list[int]]) -> None:
 
 def test_a_list_longer_than_the_width_is_refused_by_name() -> None:
     indptr, indices = csr([[1], [2, 3, 4], [5]])
-    with pytest.raises(ValueError, match=r"^list 1 has 3 entries, but width is 2$"):
+    with pytest.raises(ValueError, match=r"^len\(list\)\[1\] is 3, but width is 2 \[FORMAT-WIDTH\]$"):
         csr_to_fixed_width(indptr, indices, 2)

@@ -170,6 +170,14 @@ REFUSED: dict[str, tuple[AttentionProblem, str]] = {
         cached(owned=SECOND),
         "page_table[1, 0] is 1, but request 1 does not own that page [SAFE-OWNER]",
     ),
+    "ownership of another batch": (
+        cached(owned=np.ones((1, 8), dtype=bool)),
+        "owned.shape is (1, 8), but must be (2, 8) [SAFE-SHAPE]",
+    ),
+    "blocks at token granularity": (
+        listed([0], [0], block_size=4),
+        "block_size is 4, but must be 1 at token granularity [SAFE-SHAPE]",
+    ),
     "nothing composed": (masked(And(())), "rules is (), but a composition needs at least one rule [MASK-COMPOSE]"),
     "nothing composed within": (
         masked(And((Causal(), Or(())))),
@@ -181,6 +189,10 @@ REFUSED: dict[str, tuple[AttentionProblem, str]] = {
         "window_right is -3, but must be None or at least 0 [MASK-WINDOW]",
     ),
     "prefixes of another batch": (masked(PrefixLM((1,))), "len(prefix_len) is 1, but must be 2 [SAFE-SHAPE]"),
+    "prefix is negative": (
+        masked(PrefixLM((3, -1))),
+        "prefix_len[1] is -1, but must be at least 0 [MASK-PREFIX]",
+    ),
     "documents of another batch": (masked(Document(((0,),))), "len(starts) is 1, but must be 2 [SAFE-SHAPE]"),
     "documents start late": (
         masked(Document(((0, 4), (2, 4)))),
@@ -302,15 +314,3 @@ def test_rows_that_belong_to_no_request_are_refused() -> None:
         candidates=None,
     )
     assert refusal_of(lambda: check_problem(broken)).name == "qo_indptr"
-
-
-def test_a_block_size_at_token_granularity_is_refused() -> None:
-    assert refusal_of(lambda: check_problem(listed([0], [0], block_size=4))).name == "block_size"
-
-
-def test_an_ownership_table_of_another_shape_is_refused() -> None:
-    assert refusal_of(lambda: check_problem(cached(owned=np.ones((1, 8), dtype=bool)))).name == "owned.shape"
-
-
-def test_a_negative_prefix_is_refused() -> None:
-    assert refusal_of(lambda: check_problem(masked(PrefixLM((3, -1))))).name == "prefix_len"

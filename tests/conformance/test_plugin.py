@@ -1,0 +1,59 @@
+"""The plugin from another project: cases are items, ids are node ids, and the project's own tests run beside them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[2] / "src"
+PLUGIN = "attnconform.conformance.plugin"
+
+
+def run_pytest(folder, *arguments):
+    """pytest in a second project, which loads the plugin by name as an installed one would be loaded by its entry point."""
+    environment = os.environ | {"PYTHONPATH": f"{SOURCE}:{folder}", "PYTEST_ADDOPTS": ""}
+    command = [sys.executable, "-m", "pytest", "-p", PLUGIN, "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def make_project(folder):
+    (folder / "test_own.py").write_text("def test_the_projects_own():\n    assert True\n")
+
+
+def test_every_case_of_the_level_is_an_item_named_by_its_id(miniatures):
+    make_project(miniatures)
+    done = run_pytest(miniatures, "-v", "--attn-backend", "miniatures:Right", "--attn-level", "L0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "7 passed" in done.stdout
+    assert "test_own.py::test_the_projects_own PASSED" in done.stdout
+    lines = [line for line in done.stdout.splitlines() if line.startswith("L0.forward.") and "PASSED" in line]
+    assert len(lines) == 6
+
+
+def test_a_failing_case_fails_its_item_and_prints_clause_and_reproduction(miniatures):
+    make_project(miniatures)
+    done = run_pytest(miniatures, "--attn-backend", "miniatures:DropsAKey", "--attn-level", "L0", "-n", "1")
+    assert done.returncode == 1
+    assert "2 failed, 5 passed" in done.stdout
+    assert "FAIL_membership [" in done.stdout
+    assert "reproduce: attnconform run -b miniatures:DropsAKey --select L0.forward." in done.stdout
+
+
+def test_clauses_select_cases_by_keyword(miniatures):
+    make_project(miniatures)
+    done = run_pytest(miniatures, "--attn-backend", "miniatures:Right", "--attn-level", "L0", "-k", "BLOCK-EXPAND")
+    assert "1 passed, 6 deselected" in done.stdout
+
+
+def test_without_a_backend_the_plugin_adds_nothing(miniatures):
+    make_project(miniatures)
+    done = run_pytest(miniatures)
+    assert "1 passed" in done.stdout
+
+
+def test_an_unknown_backend_is_a_usage_error_of_one_line(miniatures):
+    make_project(miniatures)
+    done = run_pytest(miniatures, "--attn-backend", "nosuch")
+    assert done.returncode == 4
+    assert "ERROR: backend is 'nosuch'" in done.stderr
+    assert "Traceback" not in done.stderr
