@@ -100,7 +100,7 @@ class Backend:
 
     name: ClassVar[str] = "unnamed"
     capabilities: Capabilities = Capabilities()
-    refusals: ClassVar[tuple[type[Exception], ...]] = (RefusedInput,)  # what it raises to refuse an input
+    refusals: tuple[type[Exception], ...] = (RefusedInput,)  # what it raises to refuse an input
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = device

@@ -64,6 +64,7 @@ def main() -> None:
 @click.option("--select", default="", help="keep cases whose id contains this, or that exercise this clause")
 @click.option("--shard", default="1/1", show_default=True, metavar="I/N")
 @click.option("--case-timeout", type=float, default=300.0, show_default=True, help="seconds until a case is a HANG")
+@click.option("--resume", is_flag=True, help="go on from the results that an interrupted run left in --out")
 @one_line_errors
 def run(
     backend: str,
@@ -74,6 +75,7 @@ def run(
     select: str,
     shard: str,
     case_timeout: float,
+    resume: bool,
 ) -> None:
     """Judge a backend on the conformance matrix."""
     from attnconform.conformance.running import judge_and_report
@@ -89,6 +91,7 @@ def run(
             select=select,
             shard=shard,
             case_timeout=case_timeout,
+            resume=resume,
         )
     )
 
@@ -172,6 +175,38 @@ def explain(case: str, backend: str, device: str | None) -> None:
     from attnconform.conformance.explain import explain_case
 
     sys.exit(explain_case(console, case, backend=backend, device=default_device(device)))
+
+
+@main.command()
+@click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path, file_okay=False))
+@out_option
+@one_line_errors
+def merge(folders: tuple[Path, ...], out: Path) -> None:
+    """Join the shards of one run; refuses mixed devices and missing cases."""
+    from attnconform.conformance.running import merge_command
+
+    sys.exit(merge_command(console, list(folders), out))
+
+
+@main.command()
+@click.argument("first", type=click.Path(path_type=Path, file_okay=False))
+@click.argument("second", type=click.Path(path_type=Path, file_okay=False))
+@one_line_errors
+def compare(first: Path, second: Path) -> None:
+    """Cases on which two runs disagree; exit 1 where there are any."""
+    from attnconform.conformance.running import compare_command
+
+    sys.exit(compare_command(console, first, second))
+
+
+@main.command()
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+@one_line_errors
+def verify(folder: Path) -> None:
+    """Is this a whole, unedited run of this suite?"""
+    from attnconform.conformance.running import verify_command
+
+    sys.exit(verify_command(console, folder))
 
 
 @main.command("kill-matrix")

@@ -10,13 +10,22 @@ from typing import Any
 
 import msgspec
 import pytest
-from attnconform.conformance.adapters.registry import load_backend
 
+from attnconform.conformance.adapters.registry import load_backend
 from attnconform.conformance.cases.matrix import matrix
 from attnconform.conformance.cases.structure import Case
 from attnconform.conformance.judge.verdict import CaseResult, Finding, State
-from attnconform.conformance.plugin import results_in
-from attnconform.conformance.results import Footer, ResultLine, Verdict, encode_line, make_header, verdict_of
+from attnconform.conformance.plugin import SKIPPED, results_in
+from attnconform.conformance.results import (
+    Footer,
+    Header,
+    ResultLine,
+    Verdict,
+    encode_line,
+    make_header,
+    read_unfinished,
+    verdict_of,
+)
 from attnconform.conformance.selection import select_cases
 
 Progress = Callable[[CaseResult, int, int], None]  # result, cases done, cases in all
@@ -35,6 +44,7 @@ class RunOptions:
     shard: str = "1/1"
     out: Path = Path("attnconform-results")
     case_timeout: float = 300.0  # seconds
+    resume: bool = False  # keep the results of a run that was cut off
 
 
 @dataclass
@@ -81,10 +91,15 @@ def run_matrix(options: RunOptions, progress: Progress) -> tuple[Verdict, list[C
     results_file = options.out / "results.jsonl"
     header = make_header(backend, options.level, matrix(options.level), len(cases))
     backend.close()
+    kept = results_to_keep(results_file, header) if options.resume else []
     results_file.write_bytes(encode_line(header))
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
         record = Record({c.id: c for c in cases}, results_file, Path(scratch), progress)
+        for line in kept:
+            if line.case.id in record.cases:
+                record.add(line.result)
+        (Path(scratch) / SKIPPED).write_text("\n".join(record.results))
         run_pytest(options, record, scratch)
     for case in cases:  # a worker that could not even start reports nothing
         if case.id not in record.results:
@@ -96,6 +111,17 @@ def run_matrix(options: RunOptions, progress: Progress) -> tuple[Verdict, list[C
     with results_file.open("ab") as file:
         file.write(encode_line(Footer(counts=counts, seconds=time.perf_counter() - started)))
     return verdict_of(results), results
+
+
+def results_to_keep(path: Path, header: Header) -> list[ResultLine]:
+    """Results of an unfinished run of the same backend, suite and device. Raises ValueError where it was another."""
+    unfinished = read_unfinished(path)
+    if unfinished is None:
+        return []
+    for name in ("suite_hash", "level", "backend", "capabilities", "versions", "device"):
+        if getattr(unfinished[0], name) != getattr(header, name):
+            raise ValueError(f"{path}: its {name} is not that of this run, so it cannot be resumed")
+    return unfinished[1]
 
 
 class Quiet:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 RESULT_PROPERTY = "attnconform"
 HANG_EXIT_CODE = 86
+SKIPPED = "already-judged"  # in the engine's scratch folder: ids of cases that a resumed run has results of
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,7 +47,16 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
         backend = load(config)
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
+    judged = already_judged(config)
+    cases = [c for c in cases if c.id not in judged]
     items.extend(CaseItem.from_parent(session, name=c.id, nodeid=c.id, case=c, backend=backend) for c in cases)
+
+
+def already_judged(config: pytest.Config) -> set[str]:
+    """Ids that the engine has results of."""
+    scratch: str = config.getoption("--attn-hang-dir")
+    path = Path(scratch) / SKIPPED
+    return set(path.read_text().split()) if scratch and path.exists() else set()
 
 
 def load(config: pytest.Config) -> "Backend":

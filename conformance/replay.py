@@ -14,8 +14,17 @@ from attnconform.conformance.judge.judge import judge_case
 from attnconform.conformance.judge.verdict import CaseResult
 from attnconform.conformance.report.html import write_html
 from attnconform.conformance.report.terminal import make_progress, print_failures, print_verdict
-from attnconform.conformance.results import Footer, Header, ResultLine, encode_line, make_header, read_run, verdict_of
-from attnconform.traces import Trace, bundled_traces, compare, compare_uniform, read_trace
+from attnconform.conformance.results import (
+    Footer,
+    Header,
+    ResultLine,
+    Run,
+    encode_run,
+    make_header,
+    read_run,
+    verdict_of,
+)
+from attnconform.traces import GroupKey, Trace, bundled_traces, compare, compare_uniform, read_trace
 
 
 def open_trace(name: Path) -> Trace:
@@ -52,8 +61,7 @@ def write_results(out: Path, header: Header, cases: list[Case], results: list[Ca
     footer = Footer(counts=counts, seconds=sum(r.seconds for r in results))
     lines = [ResultLine(case=c, result=r) for c, r in zip(cases, results, strict=True)]
     out.mkdir(parents=True, exist_ok=True)
-    record = b"".join(encode_line(line) for line in (header, *lines, footer))
-    write_text(out / "results.jsonl", record.decode())
+    write_text(out / "results.jsonl", encode_run(Run(header, tuple(lines), footer)).decode())
     write_html(read_run(out / "results.jsonl"), out / "report.html")
 
 
@@ -62,7 +70,7 @@ def print_fidelity(console: Console, trace: Trace, seed: int) -> None:
     table = Table(title=f"{trace.header.name}: largest distance of a statistic, 0 to 1")
     for column in ("phase", "selector", "synthesized", "", "uniform", ""):
         table.add_column(column)
-    shown = {}
+    shown: dict[tuple[str, str], GroupKey] = {}
     for group in sorted(trace.groups, key=lambda g: (g.phase, g.selector, g.layer, g.kv_head)):
         shown.setdefault((group.phase, group.selector), group)
     for (phase, selector), group in shown.items():

@@ -33,6 +33,10 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
     device: str
     started: str  # ISO 8601, UTC
 
+    def announcing(self, selected: int) -> "Header":
+        """The same header before another number of cases."""
+        return msgspec.structs.replace(self, selected=selected)
+
 
 class ResultLine(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     """One case and its verdict."""
@@ -125,6 +129,27 @@ def make_header(backend: Backend, level: str, level_cases: Sequence[Case], selec
 
 def encode_line(line: Line) -> bytes:
     return msgspec.json.encode(line) + b"\n"
+
+
+def encode_run(run: Run) -> bytes:
+    """The whole file of a run."""
+    lines: list[Line] = [run.header, *run.lines, run.footer]
+    return b"".join(encode_line(line) for line in lines)
+
+
+def read_unfinished(path: Path) -> tuple[Header, list[ResultLine]] | None:
+    """Header and whole result lines of a run that was cut off; None where there is nothing to go on from."""
+    if not path.exists():
+        return None
+    lines: list[Line] = []
+    for data in path.read_bytes().splitlines():
+        try:
+            lines.append(msgspec.json.decode(data, type=Line))
+        except msgspec.DecodeError:
+            break  # the line that was being written when the run ended
+    if not lines or not isinstance(lines[0], Header):
+        return None
+    return lines[0], [line for line in lines[1:] if isinstance(line, ResultLine)]
 
 
 def read_run(path: Path) -> Run:

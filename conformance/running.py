@@ -4,14 +4,17 @@ import os
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 
 from attnconform.conformance.adapters.registry import load_backend
+from attnconform.conformance.bundles import RESULTS, compare_states, faults_of_bundle, merge_runs
 from attnconform.conformance.engine import RunOptions, run_matrix
 from attnconform.conformance.gate import MARGIN, compare_runs, gate_markdown, write_text
 from attnconform.conformance.judge.verdict import NOT_RUN, CaseResult
 from attnconform.conformance.report.html import write_html
+from attnconform.conformance.report.summary import badge, summary_markdown
 from attnconform.conformance.report.terminal import make_progress, print_failures, print_matrix, print_verdict
-from attnconform.conformance.results import read_run
+from attnconform.conformance.results import encode_run, read_run, verdict_of
 from attnconform.conformance.selection import select_cases
 
 
@@ -26,6 +29,7 @@ def judge_and_report(
     select: str = "",
     shard: str = "1/1",
     case_timeout: float = 300.0,
+    resume: bool = False,
 ) -> int:
     """Runs the matrix, prints it, and writes results.jsonl, junit.xml and report.html; returns the exit code."""
     options = RunOptions(
@@ -37,6 +41,7 @@ def judge_and_report(
         select=select,
         shard=shard,
         case_timeout=case_timeout,
+        resume=resume,
     )
     cases = {c.id: c for c in select_cases(level, select, shard)}
     load_backend(backend, device).close()  # a backend that does not load is said before anything is shown
@@ -51,7 +56,10 @@ def judge_and_report(
         verdict, results = run_matrix(options, advance)
     print_matrix(console, cases, results)
     print_failures(console, results, backend)
-    write_html(read_run(out / "results.jsonl"), out / "report.html")
+    run = read_run(out / "results.jsonl")
+    write_html(run, out / "report.html")
+    write_text(out / "badge.json", badge(run))
+    write_text(out / "summary.md", summary_markdown(run))
     print_verdict(console, verdict, results, backend)
     console.print(f"  {out / 'report.html'}", highlight=False)
     return verdict.exit_code
@@ -91,3 +99,36 @@ def run_gate(
     write_text(out / "gate.md", text)
     console.print(text, highlight=False, markup=False)
     return 3 if code == 3 else int(not report.is_open)
+
+
+def merge_command(console: Console, folders: list[Path], out: Path) -> int:
+    """Writes the joined run and its page; the exit code is its verdict's."""
+    run = merge_runs(folders)
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(out / RESULTS, encode_run(run).decode())
+    write_html(run, out / "report.html")
+    verdict = verdict_of(run.results)
+    print_verdict(console, verdict, run.results, run.header.backend)
+    return verdict.exit_code
+
+
+def compare_command(console: Console, first: Path, second: Path) -> int:
+    """Prints the disagreements of two runs."""
+    a, b = read_run(first / RESULTS), read_run(second / RESULTS)
+    table = Table(title=f"{a.header.backend} against {b.header.backend}")
+    for column in ("case", a.header.backend, f"{b.header.backend} (second)"):
+        table.add_column(column, overflow="fold")
+    found = compare_states(a, b)
+    for entry in found:
+        table.add_row(entry.case_id, entry.first, entry.second)
+    console.print(table if found else "no case has another state")
+    return int(bool(found))
+
+
+def verify_command(console: Console, folder: Path) -> int:
+    """Prints what is wrong with a bundle."""
+    faults = faults_of_bundle(folder)
+    for fault in faults:
+        console.print(fault, style="red", highlight=False)
+    console.print("not a whole run of this suite" if faults else "a whole run of this suite")
+    return int(bool(faults))

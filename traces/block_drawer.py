@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # What a row in the second half of a recorded tile has before it, on average: rows that an id may return from.
 HISTORY_ROWS = 12
 # Counts drift by at most this quantile from a row to the next.
-WALK_STEP = 1 / 16
+WALK_STEP = 1 / 32
 # Of what orders blocks by how long they stay, the part that is the block's own; the rest is drawn for each row.
 STICKINESS = 0.8
 # The share of new ids that return grows with the rows there are to return from, by this power of their number.

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from attnconform.traces.draws import draw
-from attnconform.traces.selection_model import quantile
+from attnconform.traces.selection_model import SelectionModel, quantile
 from attnconform.traces.statistics import Events, SelectedRows, compute_statistics
-from attnconform.traces.synthesize import CandidateRows, synthesize
+from attnconform.traces.synthesize import CandidateRows, list_as_recorded, synthesize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from attnconform.traces.anonymize import Histogram
     from attnconform.traces.format import GroupKey, Trace
@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 
     Drawer = Callable[[Trace, GroupKey, int, int], CandidateRows]  # trace, group, seed, seqlen_kv
 
-THRESHOLD = 0.2
+THRESHOLD = 0.25
 """A synthesized statistic further than this from the recorded one is not faithful."""
+
+LEAST_ROWS = 200
+"""A statistic that fewer recorded rows have is too thin to compare."""
 
 JUDGED = (
     *("candidates", "blocks", "holes", "duplicates", "overlap", "block_overlap", "gap", "block_gap"),
@@ -74,6 +77,28 @@ def cumulative_distance(recorded: Histogram, events: Events) -> float:
     return float(max(np.abs(at_high - want[1:]).max(), np.abs(under_low - want[:-1]).max()))
 
 
+def fidelity_table(trace: Trace, groups: Sequence[GroupKey], *, seed: int, num_tiles: int = 48) -> str:
+    """A Markdown table of the distances by group and statistic, synthesized / uniform."""
+    lines = [
+        "| layer | phase | selector | " + " | ".join(JUDGED) + " |",
+        "|---:|---|---|" + "---:|" * len(JUDGED),
+    ]
+    for group in groups:
+        drawn = compare(trace, group, seed=seed, num_tiles=num_tiles).distances
+        uniform = compare_uniform(trace, group, seed=seed, num_tiles=num_tiles).distances
+        cells = [f"{drawn[name]:.2f} / {uniform[name]:.2f}" if name in drawn else "" for name in JUDGED]
+        lines.append(f"| {group.layer} | {group.phase} | {group.selector} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _judged(trace: Trace, group: GroupKey) -> list[Key]:
+    """The statistics to compare: those that enough rows have."""
+    recorded, tile_rows = trace.groups[group], trace.header.tile_rows
+    keys = [(name, 0, 0) for name in JUDGED if (name, 0, 0) in recorded]
+    rows = {key: int(recorded[key].num_rows.sum()) * (tile_rows if key[0] == "page_reuse" else 1) for key in keys}
+    return [key for key in keys if rows[key] >= LEAST_ROWS]
+
+
 def _compare(trace: Trace, group: GroupKey, seed: int, num_tiles: int, drawer: Drawer) -> Fidelity:
     recorded = trace.groups[group]
     # Lengths at even quantiles, so that few tiles stand for all lengths.
@@ -82,11 +107,10 @@ def _compare(trace: Trace, group: GroupKey, seed: int, num_tiles: int, drawer: D
     drawn = [drawer(trace, group, seed + t, int(length)) for t, length in enumerate(lengths)]
     events = compute_statistics([_selected(trace, rows) for rows in drawn])
     events.update(_listing_events(drawn))
-    keys = [(name, 0, 0) for name in JUDGED]
-    return Fidelity(group, {key[0]: _distance(recorded, events, key) for key in keys if key in recorded})
+    return Fidelity(group, {key[0]: _distance(recorded, events, key) for key in _judged(trace, group)})
 
 
-def _distance(recorded: dict[Key, Histogram], events: dict[Key, Events], key: Key) -> float:
+def _distance(recorded: Mapping[Key, Histogram], events: dict[Key, Events], key: Key) -> float:
     # Recorded but never drawn is as wrong as can be.
     return cumulative_distance(recorded[key], events[key]) if key in events else 1.0
 
@@ -106,19 +130,28 @@ def _synthesized(trace: Trace, group: GroupKey, seed: int, seqlen_kv: int) -> Ca
 
 
 def _uniform(trace: Trace, group: GroupKey, seed: int, seqlen_kv: int) -> CandidateRows:
-    """The rows that `_synthesized` draws, with every row's ids moved to random places that it sees."""
-    like = _synthesized(trace, group, seed, seqlen_kv)
-    size = 1 if like.granularity == "token" else like.block_size
+    """Rows of as many candidates as recorded, repetitions and holes too, each anywhere that the row sees."""
+    model = SelectionModel(trace.groups[group])
+    granularity, block_size = trace.header.selector(group.selector).granularity, trace.header.block_size
+    size = 1 if granularity == "token" else block_size
     window = trace.header.model.windows[group.layer]
+    q_positions = np.arange(seqlen_kv - trace.header.tile_rows, seqlen_kv)
     rows = []
-    for r, i in enumerate(like.q_positions.tolist()):
+    for r, i in enumerate(q_positions.tolist()):
         first = 0 if window is None else max(0, i - window + 1) // size
-        entries = like.row(r)
-        moved = first + np.argsort(draw(seed, "uniform", r, i // size - first + 1), kind="stable")
-        ids, which = np.unique(entries, return_inverse=True)
-        targets = np.where(ids < 0, -1, moved[np.arange(len(ids)) % len(moved)])
-        rows.append(targets[which])
-    return CandidateRows(**{**vars(like), "indices": np.concatenate(rows)})
+        visible = np.argsort(draw(seed, "uniform", r, i // size - first + 1), kind="stable") + first
+        count = model.value("candidates", draw(seed, "n", r, 1)[0], 1)
+        rows.append(list_as_recorded(model, seed, r, np.sort(visible[:count])))
+    return CandidateRows(
+        seqlen_kv=seqlen_kv,
+        q_positions=q_positions,
+        indptr=np.concatenate([[0], np.cumsum([len(ids) for ids in rows])]).astype(np.int64),
+        indices=np.concatenate(rows),
+        granularity=granularity,
+        block_size=block_size,
+        layer=group.layer,
+        kv_head=group.kv_head,
+    )
 
 
 def _selected(trace: Trace, rows: CandidateRows) -> SelectedRows:

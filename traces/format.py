@@ -10,7 +10,7 @@ import hashlib
 import io
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -33,7 +33,7 @@ VERSION = 1
 HEADER_NAME = "header.json"
 PHASES = ("prefill", "decode")
 TEXT_COLUMNS = ("phase", "selector", "statistic")
-INT_COLUMNS = ("layer", "kv_head", "given_low", "given_high", "bin_low", "bin_high", "count", "num_rows")
+INT_COLUMNS = ("layer", "kv_head", "given_low", "given_high", "bin_low", "bin_high", "count", "value_sum", "num_rows")
 COLUMNS = ("layer", "kv_head", *TEXT_COLUMNS, *INT_COLUMNS[2:])
 
 
@@ -110,7 +110,7 @@ class Trace:
     """A header and the histograms of every group."""
 
     header: TraceHeader
-    groups: Groups
+    groups: Groups = field(repr=False)
 
     def group(self, layer: int, kv_head: int, phase: str, selector: str) -> Mapping[Key, Histogram]:
         """The histograms of one layer, KV head, phase and selector."""
@@ -195,12 +195,11 @@ def _read_header(folder: Traversable) -> TraceHeader:
 
 
 def _check_header(name: str, header: TraceHeader) -> None:
-    for field in ("block_size", "tile_rows", "k"):
-        if getattr(header, field) < 1:
-            raise ValueError(f"{name}: {field} is {getattr(header, field)}, want at least 1")
-    for field in ("num_qo_heads", "num_kv_heads", "head_dim"):
-        if getattr(header.model, field) < 1:
-            raise ValueError(f"{name}: model.{field} is {getattr(header.model, field)}, want at least 1")
+    numbers = {part: getattr(header, part) for part in ("block_size", "tile_rows", "k")}
+    numbers |= {f"model.{part}": getattr(header.model, part) for part in ("num_qo_heads", "num_kv_heads", "head_dim")}
+    for what, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"{name}: {what} is {number}, want at least 1")
     for layer, window in enumerate(header.model.windows):
         if window is not None and window < 1:
             raise ValueError(f"{name}: model.windows[{layer}] is {window}, want at least 1 or null")
@@ -230,7 +229,7 @@ def _table_bytes(groups: Groups) -> bytes:
             same = (group.layer, group.kv_head, group.phase, group.selector, statistic, given_low, given_high)
             for name, value in zip(COLUMNS, same, strict=False):
                 columns[name] += [value] * n
-            for name in ("bin_low", "bin_high", "count", "num_rows"):
+            for name in ("bin_low", "bin_high", "count", "value_sum", "num_rows"):
                 columns[name] += getattr(h, name).tolist()
     types = {name: pa.string() if name in TEXT_COLUMNS else pa.int64() for name in COLUMNS}
     table = pa.table({name: pa.array(columns[name], types[name]) for name in COLUMNS})
@@ -297,6 +296,7 @@ def _check_values(name: str, header: TraceHeader, columns: dict[str, Any]) -> No
         ("bin_low", columns["bin_low"] >= 0, "at least 0"),
         ("bin_high", columns["bin_high"] >= columns["bin_low"], "at least bin_low"),
         ("count", columns["count"] >= columns["num_rows"], "at least num_rows"),
+        ("value_sum", _between(columns), "count times bin_low to count times bin_high"),
         ("num_rows", columns["num_rows"] >= header.k, f"at least k = {header.k}"),
     )
     for column, good, want in ranges:
@@ -307,6 +307,11 @@ def _check_values(name: str, header: TraceHeader, columns: dict[str, Any]) -> No
 
 def _within(values: Ints, stop: int) -> NDArray[np.bool_]:
     return (values >= 0) & (values < stop)
+
+
+def _between(columns: dict[str, Any]) -> NDArray[np.bool_]:
+    mean = columns["value_sum"] / np.maximum(columns["count"], 1)
+    return np.asarray((mean >= columns["bin_low"]) & (mean <= columns["bin_high"]))
 
 
 def _group_starts(columns: dict[str, Any]) -> Ints:
@@ -333,7 +338,7 @@ def _histograms(name: str, columns: dict[str, Any], starts: Ints) -> dict[GroupK
     groups: dict[GroupKey, dict[Key, Histogram]] = {}
     for low, high in zip(starts[:-1], starts[1:], strict=True):
         layer, kv_head, phase, selector, statistic, given_low, given_high = (columns[c][low] for c in COLUMNS[:7])
-        bins = (columns[c][low:high] for c in ("bin_low", "bin_high", "count", "num_rows"))
+        bins = (columns[c][low:high] for c in ("bin_low", "bin_high", "count", "value_sum", "num_rows"))
         group = groups.setdefault(GroupKey(int(layer), int(kv_head), phase, selector), {})
         key = (cast("str", statistic), int(given_low), int(given_high))
         if key in group:

@@ -58,13 +58,17 @@ def spread(h: Histogram, lows: Ints, highs: Ints) -> Floats:
 
 
 def quantile(h: Histogram, u: Floats) -> Ints:
-    """The value at each quantile; inside a bin its integers are equally likely."""
+    """The value at each quantile; inside a bin the integers have the mean that was recorded for it."""
     rank = u * h.total
     cumulative = np.cumsum(h.count)
     idx = np.minimum(np.searchsorted(cumulative, rank, side="right"), len(cumulative) - 1)
-    inside = (rank - cumulative[idx]) / h.count[idx] + 1
-    width = h.bin_high[idx] - h.bin_low[idx] + 1
-    return np.minimum(h.bin_low[idx] + (inside * width).astype(np.int64), h.bin_high[idx])
+    inside = np.clip((rank - cumulative[idx]) / h.count[idx] + 1, 0, 1)
+    low, width = h.bin_low[idx], h.bin_high[idx] - h.bin_low[idx] + 1
+    above = h.value_sum[idx] / h.count[idx] - low
+    # A power of a uniform has any mean that is asked for; of two integers, the mean tells all.
+    power = width / (above + 0.5) - 1
+    offset = np.where(width == 2, inside > 1 - above, width * inside**power)
+    return np.minimum(low + offset.astype(np.int64), h.bin_high[idx])
 
 
 class SelectionModel:
@@ -100,7 +104,7 @@ class SelectionModel:
     def share(self, name: str) -> float:
         """How often a 0-or-1 statistic is 1."""
         h = self._plain(name)
-        return 0.0 if h is None else float((h.count * (h.bin_low + h.bin_high)).sum() / 2 / h.total)
+        return 0.0 if h is None else float(h.value_sum.sum() / h.total)
 
     def given(self, name: str, condition: int) -> Histogram | None:
         """The histogram whose condition is the nearest to the one asked for."""

@@ -69,7 +69,7 @@ def synthesize(
     drawer = RowDrawer(model, shape, seed, num_rows)
     rows = [drawer.next(r, int(i)) for r, i in enumerate(q_positions)]
     if as_listed:
-        rows = [_as_listed(model, seed, r, ids) for r, ids in enumerate(rows)]
+        rows = [list_as_recorded(model, seed, r, ids) for r, ids in enumerate(rows)]
     return CandidateRows(
         seqlen_kv=seqlen_kv,
         q_positions=q_positions,
@@ -103,7 +103,7 @@ def _pick_group(trace: Trace, seed: int, layer: int | None, kv_head: int | None,
     return groups[int(draw(seed, "group", 0, 1)[0] * len(groups))]
 
 
-def _as_listed(model: SelectionModel, seed: int, r: int, ids: Ints) -> Ints:
+def list_as_recorded(model: SelectionModel, seed: int, r: int, ids: Ints) -> Ints:
     """The ids in no order, with as many repetitions and holes as a recorded list has."""
     u = draw(seed, "listed", r, 2)
     repeats, holes = model.value("duplicates", u[0], 0), model.value("holes", u[1], 0)

@@ -111,7 +111,7 @@ def flex_prefill(work: PrefillWork, q: torch.Tensor, k: torch.Tensor, v: torch.T
         return x.reshape(work.batch, work.seqlen, heads, HEAD_DIM).transpose(1, 2).contiguous()
 
     mask = create_block_mask(keeps, None, None, work.seqlen, work.seqlen, device="cuda")
-    compiled = torch.compile(flex_attention, dynamic=False)
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
     qt, kt, vt = heads_first(q, NUM_QO_HEADS), heads_first(k, NUM_KV_HEADS), heads_first(v, NUM_KV_HEADS)
     score_mod = score if work.alibi or cap is not None else None
     return lambda: compiled(qt, kt, vt, score_mod=score_mod, block_mask=mask, enable_gqa=True, return_lse=True)

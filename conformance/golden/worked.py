@@ -1,10 +1,11 @@
 """Worked examples of the source articles as vectors."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
-from attnconform.conformance.golden.vector import Vector, to_array
+from attnconform.conformance.golden.vector import Array, Vector, to_array
 from attnconform.reference import philox
 from attnconform.reference.attention import effective_sets
 from attnconform.reference.block_mask import build_block_mask
@@ -16,13 +17,13 @@ from attnconform.reference.rule_values import mask_allows
 from attnconform.reference.rules import And, Causal, Window
 from attnconform.reference.states import PartialState, merge, merge_all
 
+Numbers = Mapping[str, Any]
 
-def as_vector(
-    slug: str, clause: str, fault: str, effect: str, given: dict[str, object], expected: dict[str, object]
-) -> Vector:
+
+def as_vector(slug: str, clause: str, fault: str, effect: str, given: Numbers, expected: Numbers) -> Vector:
     """A worked vector; its numbers are exact, so it has no bound."""
 
-    def arrays(named: dict[str, object]):  # type: ignore[no-untyped-def]
+    def arrays(named: Numbers) -> dict[str, Array]:
         return {name: to_array(np.asarray(value, dtype=np.float64)) for name, value in named.items()}
 
     return Vector(

@@ -124,8 +124,10 @@ def _launch_tasks(
 
 def _step_shape(plan: Plan, launch: Launch) -> tuple[int, int]:
     """Keys per step and warps: a step holds K and V, two score tiles and dQ, twice what the forward holds."""
-    row_bytes = max(padded_dim(plan.head_dim_qk), padded_dim(plan.head_dim_vo)) * plan.dtype.itemsize
-    most = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
+    # float32 products run without tensor cores, from registers, so that a float counts twice.
+    weight = plan.dtype.itemsize**2 // 4
+    held = max(padded_dim(plan.head_dim_qk), padded_dim(plan.head_dim_vo)) * weight
+    most = 64 if held <= 128 else 32 if held <= 256 else 16
     return min(launch.shape.tile_kv, most), 8 if launch.shape.tile_m > 64 else 4
 
 

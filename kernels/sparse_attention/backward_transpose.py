@@ -159,11 +159,12 @@ def list_entries(plan: Plan) -> ListEntries:
 
 def _choose_shape(plan: Plan, entries: ListEntries, tile_kv: int | None, tile_m: int | None) -> KeyShape:
     """Tiles for the plan: as wide as neighbouring slots are selected together, and as registers allow."""
-    dims = max(plan.head_dim_qk, plan.head_dim_vo) * plan.dtype.itemsize
+    # float32 products run without tensor cores, from registers.
+    is_small = max(plan.head_dim_qk, plan.head_dim_vo) <= 128 and plan.dtype.itemsize <= 2
     if tile_kv is None:
         run = MAX_TILE_KV if plan.list_indptr is None else min(MAX_TILE_KV, _mean_run(entries))
-        tile_kv = max(MIN_TILE_KV, run if dims <= 256 else run // 2)
-    tile_m = tile_m or (16 if plan.device.type == "cpu" else 64 if dims <= 256 else 32)
+        tile_kv = max(MIN_TILE_KV, run if is_small else run // 2)
+    tile_m = tile_m or (16 if plan.device.type == "cpu" else 64 if is_small else 32)
     for name, size in (("tile_kv", tile_kv), ("tile_m", tile_m)):
         if size < 16 or size & (size - 1):
             raise ValueError(f"{name} is {size}, but must be a power of two from 16 up [SAFE-SHAPE]")

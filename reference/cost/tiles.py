@@ -56,12 +56,12 @@ def tile_efficiency(num_tokens: int, num_tiles: int, tile_size: int) -> float:
 
 
 def block_use(num_tokens: int, num_blocks: int, block_size: int) -> float:
-    """η_blk = k / (u B): wanted part of the blocks that k tokens touch. [COST-BLOCK-USE] (article 1, formula 18)
+    """η_blk = k / (u B): wanted part of the blocks that k tokens touch. [COST-UTILIZATION] (article 1, formula 18)
 
     >>> block_use(6, 2, 64)  # the six candidates 1, 2, 63, 64, 65 and 127
     0.046875
     """
-    return _share("COST-BLOCK-USE", num_tokens, num_blocks * block_size)
+    return _share("COST-UTILIZATION", num_tokens, num_blocks * block_size)
 
 
 def index_use(lengths: IntArray, width: int) -> float:

@@ -40,11 +40,11 @@ def hot_atomics(num_q_tiles: int, *, page_size: int, head_dim: int) -> int:
 
 
 def gradient_partial_bytes(num_q_tiles: int, num_pages: int, *, page_size: int, head_dim: int) -> int:
-    """Bytes of float32 dK and dV of one head, where every query tile keeps its own. [COST-GRAD-PARTIALS] (formula 15)
+    """Bytes of float32 dK and dV of one head, where every query tile keeps its own. [COST-GRADIENTS] (formula 15)
 
     >>> gradient_partial_bytes(64, 264, page_size=16, head_dim=128) / 2**20  # MiB a head
     264.0
     """
-    check_counts("COST-GRAD-PARTIALS", num_q_tiles=num_q_tiles, num_pages=num_pages)
-    check_positive("COST-GRAD-PARTIALS", page_size=page_size, head_dim=head_dim)
+    check_counts("COST-GRADIENTS", num_q_tiles=num_q_tiles, num_pages=num_pages)
+    check_positive("COST-GRADIENTS", page_size=page_size, head_dim=head_dim)
     return num_q_tiles * num_pages * page_size * head_dim * 2 * FP32

@@ -23,7 +23,9 @@ BLOCK_SIZE = 16
 WINDOW = 128
 
 
-def select_rows(start: int, *, granularity: Granularity, window: int | None, hot: np.ndarray, budget: int) -> SelectedRows:
+def select_rows(
+    start: int, *, granularity: Granularity, window: int | None, hot: np.ndarray, budget: int
+) -> SelectedRows:
     """The largest of scores that favour near, first and hot ids; the row's own block is listed once more."""
     size = 1 if granularity == "token" else BLOCK_SIZE
     rng = np.random.Generator(np.random.Philox(key=start))

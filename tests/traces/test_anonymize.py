@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnconform.traces import (
@@ -32,6 +32,7 @@ def rows_inside(events: Events, low: int, high: int) -> int:
     return len(set(events.sources[(events.values >= low) & (events.values <= high)].tolist()))
 
 
+@settings(deadline=None)
 @given(
     pairs=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 15)), min_size=1, max_size=60),
     k=st.integers(1, 8),
@@ -42,13 +43,17 @@ def test_every_bin_has_k_distinct_rows(pairs: list[tuple[int, int]], k: int, sta
     events = Events.of(values, sources)
     histogram = merge_rare_bins(statistic, events, k)
     spans = list(zip(histogram.bin_low.tolist(), histogram.bin_high.tolist(), strict=True))
-    assert all(rows_inside(events, low, high) == n >= k for (low, high), n in zip(spans, histogram.num_rows, strict=True))
+    assert all(
+        rows_inside(events, low, high) == n >= k for (low, high), n in zip(spans, histogram.num_rows, strict=True)
+    )
     assert all(high < low for (_, high), (low, _) in zip(spans, spans[1:], strict=False))
     assert histogram.total == (len(pairs) if len(set(sources.tolist())) >= k else 0)
 
 
 def test_one_row_with_many_events_does_not_make_a_bin() -> None:
-    events = Events.of(np.concatenate([np.zeros(1000), np.full(20, 3)]), np.concatenate([np.zeros(1000), np.arange(20)]))
+    events = Events.of(
+        np.concatenate([np.zeros(1000), np.full(20, 3)]), np.concatenate([np.zeros(1000), np.arange(20)])
+    )
     histogram = merge_rare_bins("candidates", events, 20)
     assert histogram.bin_low.tolist() == [0]
     assert histogram.bin_high.tolist() == [3]
@@ -91,4 +96,4 @@ def test_bundled_traces_hold_bins_of_k_rows_and_nothing_else(name: str) -> None:
 
 
 def test_a_histogram_has_no_room_for_rows() -> None:
-    assert [f.name for f in fields(Histogram)] == ["bin_low", "bin_high", "count", "num_rows"]
+    assert [f.name for f in fields(Histogram)] == ["bin_low", "bin_high", "count", "value_sum", "num_rows"]

@@ -26,7 +26,7 @@ def gemma() -> Trace:
 def histogram(counts: dict[int, int]) -> Histogram:
     values = np.array(sorted(counts))
     weights = np.array([counts[value] for value in values.tolist()])
-    return Histogram(values, values, weights, weights)
+    return Histogram(values, values, weights, weights * values, weights)
 
 
 def test_distance_is_zero_for_the_same_and_one_for_the_disjoint() -> None:

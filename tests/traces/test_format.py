@@ -59,7 +59,7 @@ def test_a_trace_read_back_is_the_trace_written(trace: Trace, folder: Path) -> N
     for key, group in trace.groups.items():
         assert again.groups[key].keys() == group.keys()
         for name, histogram in group.items():
-            for part in ("bin_low", "bin_high", "count", "num_rows"):
+            for part in ("bin_low", "bin_high", "count", "value_sum", "num_rows"):
                 assert np.array_equal(getattr(again.groups[key][name], part), getattr(histogram, part))
 
 
@@ -117,6 +117,7 @@ def test_a_header_cannot_point_out_of_its_folder(folder: Path, name: str) -> Non
         ("num_rows", 19),
         ("bin_low", -1),
         ("bin_high", -5),
+        ("value_sum", -1),
         ("given_low", -1),
         ("layer", 2),
         ("kv_head", 1),
@@ -174,7 +175,7 @@ def test_missing_columns_and_empty_tables_are_refused(folder: Path) -> None:
 
 def test_a_bad_histogram_never_replaces_a_good_trace(trace: Trace, folder: Path) -> None:
     key = next(iter(trace.groups))
-    bad = Histogram(*(np.array([value]) for value in (0, 0, -7, 20)))
+    bad = Histogram(*(np.array([value]) for value in (0, 0, -7, 0, 20)))
     with pytest.raises(ValueError, match="count"):
         write_trace(folder, trace.header, {key: {("gap", 0, 0): bad}})
     assert read_trace(folder).header == trace.header

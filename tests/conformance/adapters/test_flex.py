@@ -1,20 +1,16 @@
 """FlexAttention under judgement, and the two traps that its adapters respect."""
 
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
-from attnconform.conformance.adapters.flex import FlexCompiled, FlexEager, round_up
+from attnconform.conformance.adapters.flex import FlexCompiled, FlexEager, call_flex, round_up
 from attnconform.conformance.adapters.negative import FlexEagerTrustsBlocks
-from attnconform.conformance.backend import Unavailable
 from attnconform.conformance.cases.matrix import matrix
-from attnconform.conformance.cases.structure import Case, build_problem
-from attnconform.conformance.cases.values import build_values
+from attnconform.conformance.cases.structure import Case
 from attnconform.conformance.judge.judge import judge_case
-from attnconform.conformance.judge.storage import store_inputs
-from attnconform.conformance.judge.trial import NAN
-from attnconform.conformance.views import ProblemView
 
 
 def first_case(**axes: str) -> Case:
@@ -61,11 +57,33 @@ def test_padded_lengths_hold_the_length_and_never_fill_a_block() -> None:
     assert FlexCompiled().lengths(1, 102) == (1, 229)
 
 
-def test_a_compiled_call_says_so_and_a_silent_eager_one_is_a_fallback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A compile that raises makes Dynamo run the plain function from then on, without a word."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    case = next(c for c in matrix("L0") if c.axes["granularity"] == "token")
+def smoke_case() -> Case:
+    """A small case in float32."""
+    return next(c for c in matrix("L0") if c.axes["granularity"] == "token")
+
+
+@pytest.fixture
+def dynamo_forgets() -> Iterator[None]:
+    """What Dynamo learns of call_flex in one test is gone in the next."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("dynamo_forgets")
+def test_a_compiled_kernel_conforms_and_says_that_it_ran() -> None:
+    result = judge_case(smoke_case(), FlexCompiled())
+    assert (result.state, result.path) == ("PASS", "compiled")
+
+
+@pytest.mark.usefixtures("dynamo_forgets")
+def test_a_call_that_silently_runs_eager_is_an_undeclared_fallback() -> None:
+    """One compile that raises makes Dynamo run the plain function from then on; fullgraph, which forbids it, is off."""
     backend = FlexCompiled()
-    assert forward_path(backend, case) == "compiled"
+    backend.call = torch.compile(call_flex, dynamic=False)
+    q, k, v = (torch.zeros(1, 2, n, 64, requires_grad=True) for n in (5, 101, 101))
+    block_mask = create_block_mask(lambda b, h, q_idx, kv_idx: kv_idx >= 0, 1, 2, 5, 101, device="cpu")
+    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
+        backend.call(q, k, v, None, block_mask, 0.125, False)
+    result = judge_case(smoke_case(), backend)
+    assert (result.state, result.path) == ("FALLBACK_UNDECLARED", "fallback: eager")

@@ -35,7 +35,7 @@ def test_every_mask_rule_is_the_references(rule: MaskRule) -> None:
     np.testing.assert_array_equal(mask_of(rule), reference_mask(rule))
 
 
-@pytest.mark.parametrize(("first", "second"), product(MASK_RULES, repeat=2))
+@pytest.mark.parametrize(("first", "second"), list(product(MASK_RULES, repeat=2)))
 def test_every_pair_of_mask_rules_composes_as_the_reference(first: MaskRule, second: MaskRule) -> None:
     for rule in (And((first, second)), Or((first, second)), Or((And((second, first)), first))):
         np.testing.assert_array_equal(mask_of(rule), reference_mask(rule))

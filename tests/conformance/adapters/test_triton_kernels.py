@@ -1,0 +1,79 @@
+"""The bundled kernels behind the backend interface: what the adapter itself decides."""
+
+import numpy as np
+import pytest
+import torch
+
+from attnconform.conformance.adapters.triton_kernels import TritonAtomic, TritonKernels, interpreting, refuse_inexpressible
+from attnconform.conformance.backend import Unavailable
+from attnconform.conformance.cases.matrix import matrix
+from attnconform.conformance.cases.refusals import REFUSALS, SOUND
+from attnconform.conformance.cases.structure import build_problem
+from attnconform.conformance.judge.judge import judge_case
+from attnconform.conformance.views import Hints, ProblemView
+from attnconform.kernels.sparse_attention import rules as kernel_rules
+from attnconform.reference.errors import RefusedInput
+from attnconform.reference.rules import Alibi, And, Causal, Document, Or, PrefixLM, SoftCap, Window
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HINTS = Hints(num_kv_splits=2, tile_kv=16)
+
+
+def test_the_smoke_cases_conform() -> None:
+    backend = TritonKernels(DEVICE)
+    assert {case.id: judge_case(case, backend).state for case in matrix("L0")} == dict.fromkeys(
+        (case.id for case in matrix("L0")), "PASS"
+    )
+
+
+@pytest.mark.parametrize("backend", [TritonKernels, TritonAtomic])
+def test_both_ways_of_adding_key_gradients_conform(backend: type[TritonKernels]) -> None:
+    small = (c for c in matrix("L1") if c.operation == "backward" and c.axes["lengths"] == "one" and c.axes["sink"] == "logits")
+    assert judge_case(next(small), backend(DEVICE)).state == "PASS"
+
+
+def test_every_refusal_that_is_claimed_comes_before_anything_is_written() -> None:
+    backend = TritonKernels(DEVICE)
+    states = {c.axes["refusal"]: judge_case(c, backend).state for c in matrix("L1") if c.operation == "refusal"}
+    unclaimed = {name for name, state in states.items() if state == "UNSUPPORTED"}
+    assert unclaimed == {"foreign-page", "empty-row-refused"}
+    assert {state for name, state in states.items() if name not in unclaimed} == {"REFUSED_OK"}
+
+
+@pytest.mark.parametrize("name", ["foreign-page", "empty-row-refused", "repeated-key-asked-for"])
+def test_what_a_plan_has_no_word_for_is_refused_by_the_adapter(name: str) -> None:
+    clause, structure = REFUSALS[name]
+    with pytest.raises(RefusedInput, match=clause):
+        refuse_inexpressible(build_problem(structure))
+
+
+def test_a_rule_lowers_to_the_kernels_descriptor_of_the_same_name_and_fields() -> None:
+    lower = TritonKernels(DEVICE).lower
+    assert lower(And((Causal(), Window(left=3)))) == kernel_rules.And(
+        (kernel_rules.Causal(), kernel_rules.Window(left=3, right=None))
+    )
+    assert lower(Or((PrefixLM((1, 2)), Document(((0, 4), (0,)))))) == kernel_rules.Or(
+        (kernel_rules.PrefixLM((1, 2)), kernel_rules.Document(((0, 4), (0,))))
+    )
+    assert lower(Alibi((0.5, 0.25))) == kernel_rules.Alibi((0.5, 0.25))
+    assert lower(SoftCap(1.5)) == kernel_rules.SoftCap(1.5)
+
+
+def test_hints_reach_the_plan_and_change_no_candidate() -> None:
+    backend = TritonKernels(DEVICE)
+    views = [ProblemView(build_problem(SOUND), hints, DEVICE) for hints in (HINTS, Hints())]
+    plans = [backend.plan(view, torch.float32) for view in views]
+    assert plans[0].launches[0].shape.tile_kv == HINTS.tile_kv
+    assert torch.equal(plans[0].list_positions, plans[1].list_positions)
+
+
+def test_numpy_that_breaks_the_interpreter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(np, "__version__", "2.4.1")
+    with pytest.raises(Unavailable, match=r"numpy < 2\.4, but numpy is 2\.4\.1"):
+        interpreting("cpu")
+
+
+def test_triton_that_was_imported_to_compile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(Unavailable, match="set TRITON_INTERPRET=1"):
+        interpreting("cpu")
