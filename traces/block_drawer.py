@@ -96,7 +96,7 @@ class BlockDrawer:
     def return_share(self, name: str) -> float:
         """How many new ids return from earlier rows; fewer as long as there are few such rows."""
         rows = max(len(self.history) - 1, 0)
-        return self.model.share(name) * min(1.0, rows / HISTORY_ROWS) ** RETURN_GROWTH
+        return self.model.share(name) * float(min(1.0, rows / HISTORY_ROWS) ** RETURN_GROWTH)
 
     def start_ids(self, r: int) -> int:
         """Ids of row r in the first block."""

@@ -15,7 +15,7 @@ def draw(seed: int, stream: str, row: int, size: int) -> Floats:
     key = np.array([seed, int.from_bytes(stream.encode()[:8], "little")], dtype=np.uint64)
     counter = np.array([0, row, 0, 0], dtype=np.uint64)
     words: NDArray[np.uint64] = np.random.Philox(key=key, counter=counter).random_raw(size)
-    return (words >> np.uint64(11)) * 2.0**-53
+    return np.asarray((words >> np.uint64(11)) * 2.0**-53, dtype=np.float64)
 
 
 def walk(seed: int, stream: str, num_rows: int, step: float) -> Floats:

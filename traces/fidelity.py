@@ -17,7 +17,7 @@ from attnconform.traces.statistics import Events, SelectedRows, compute_statisti
 from attnconform.traces.synthesize import CandidateRows, list_as_recorded, synthesize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from attnconform.traces.anonymize import Histogram
     from attnconform.traces.format import GroupKey, Trace
@@ -77,18 +77,28 @@ def cumulative_distance(recorded: Histogram, events: Events) -> float:
     return float(max(np.abs(at_high - want[1:]).max(), np.abs(under_low - want[:-1]).max()))
 
 
-def fidelity_table(trace: Trace, groups: Sequence[GroupKey], *, seed: int, num_tiles: int = 48) -> str:
-    """A Markdown table of the distances by group and statistic, synthesized / uniform."""
-    lines = [
-        "| layer | phase | selector | " + " | ".join(JUDGED) + " |",
-        "|---:|---|---|" + "---:|" * len(JUDGED),
-    ]
-    for group in groups:
-        drawn = compare(trace, group, seed=seed, num_tiles=num_tiles).distances
-        uniform = compare_uniform(trace, group, seed=seed, num_tiles=num_tiles).distances
-        cells = [f"{drawn[name]:.2f} / {uniform[name]:.2f}" if name in drawn else "" for name in JUDGED]
-        lines.append(f"| {group.layer} | {group.phase} | {group.selector} | " + " | ".join(cells) + " |")
+def fidelity_table(trace: Trace, *, seed: int, num_tiles: int = 24) -> str:
+    """A Markdown table over all groups of a trace: median and worst distance of synthesized rows, median of uniform."""
+    names = [selector.name for selector in trace.header.selectors]
+    lines = [f"| statistic | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
+    groups = {name: [group for group in trace.groups if group.selector == name] for name in names}
+    drawn = {
+        name: [compare(trace, g, seed=seed, num_tiles=num_tiles).distances for g in groups[name]] for name in names
+    }
+    uniform = {
+        name: [compare_uniform(trace, g, seed=seed, num_tiles=num_tiles).distances for g in groups[name]]
+        for name in names
+    }
+    for statistic in JUDGED:
+        cells = [_cell(statistic, drawn[name], uniform[name]) for name in names]
+        lines.append(f"| {statistic} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _cell(statistic: str, drawn: list[dict[str, float]], uniform: list[dict[str, float]]) -> str:
+    ours = [distances[statistic] for distances in drawn if statistic in distances]
+    random = [distances[statistic] for distances in uniform if statistic in distances]
+    return f"{np.median(ours):.2f}, {max(ours):.2f} / {np.median(random):.2f}" if ours else ""
 
 
 def _judged(trace: Trace, group: GroupKey) -> list[Key]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -336,7 +337,7 @@ def _check_bins(name: str, columns: dict[str, Any], starts: Ints) -> None:
 
 def _histograms(name: str, columns: dict[str, Any], starts: Ints) -> dict[GroupKey, dict[Key, Histogram]]:
     groups: dict[GroupKey, dict[Key, Histogram]] = {}
-    for low, high in zip(starts[:-1], starts[1:], strict=True):
+    for low, high in itertools.pairwise(starts):
         layer, kv_head, phase, selector, statistic, given_low, given_high = (columns[c][low] for c in COLUMNS[:7])
         bins = (columns[c][low:high] for c in ("bin_low", "bin_high", "count", "value_sum", "num_rows"))
         group = groups.setdefault(GroupKey(int(layer), int(kv_head), phase, selector), {})

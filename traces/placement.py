@@ -69,8 +69,8 @@ def spread_churn(held: Ints, free: Ints, total: int, u: float) -> Ints:
     """Of `total` ids to exchange, how many in each cell; a cell can exchange what it holds for what is free."""
     room = np.minimum(held, free)
     if total >= room.sum():
-        return room
-    return np.minimum(round_to_total(room * (total / max(int(room.sum()), 1)), u), room)
+        return np.asarray(room)
+    return np.asarray(np.minimum(round_to_total(room * (total / max(int(room.sum()), 1)), u), room))
 
 
 def keep_shared(held: Ints, counts: Ints, capacities: Ints, shared: int, u: float) -> Ints:

@@ -52,7 +52,7 @@ def spread(h: Histogram, lows: Ints, highs: Ints) -> Floats:
     def cumulative(x: Ints) -> Floats:
         idx = np.searchsorted(h.bin_low, x, side="right").clip(1) - 1
         width = (h.bin_high - h.bin_low + 1)[idx]
-        return below[idx] + h.count[idx] * ((x - edges[idx]) / width).clip(0, 1)
+        return np.asarray(below[idx] + h.count[idx] * ((x - edges[idx]) / width).clip(0, 1))
 
     return cumulative(highs + 1) - cumulative(lows)
 
@@ -68,7 +68,7 @@ def quantile(h: Histogram, u: Floats) -> Ints:
     # A power of a uniform has any mean that is asked for; of two integers, the mean tells all.
     power = width / (above + 0.5) - 1
     offset = np.where(width == 2, inside > 1 - above, width * inside**power)
-    return np.minimum(low + offset.astype(np.int64), h.bin_high[idx])
+    return np.asarray(np.minimum(low + offset.astype(np.int64), h.bin_high[idx]))
 
 
 class SelectionModel:

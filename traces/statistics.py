@@ -292,7 +292,7 @@ def _returns(flat: _Flat, keys: Ints) -> Events:
     _, first, which = np.unique(flat.tile[rows] << ROW_BITS | ids, return_index=True, return_inverse=True)
     entered = (flat.offset[rows] >= TILE_ROWS // 2) & ~np.isin((rows - 1) << ROW_BITS | ids, keys)
     seen = rows[first][which] < rows
-    return Events.of(seen[entered], rows[entered])
+    return Events.of(seen[entered].astype(np.int64), rows[entered])
 
 
 def _inside_blocks(flat: _Flat) -> list[tuple[Key, Events]]:

@@ -109,4 +109,4 @@ def list_as_recorded(model: SelectionModel, seed: int, r: int, ids: Ints) -> Int
     repeats, holes = model.value("duplicates", u[0], 0), model.value("holes", u[1], 0)
     again = ids[(draw(seed, "repeats", r, repeats) * len(ids)).astype(np.int64)]
     entries = np.concatenate([ids, again, np.full(holes, -1)])
-    return entries[np.argsort(draw(seed, "order", r, len(entries)), kind="stable")]
+    return np.asarray(entries[np.argsort(draw(seed, "order", r, len(entries)), kind="stable")])

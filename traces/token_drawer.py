@@ -52,7 +52,7 @@ class RowDrawer:
         before = flag(ids, self.history[-1] if self.history else NONE) & (weights > 0)
         held = before.sum(1)
         u = draw(self.seed, "tokens", r, 2 + ids.size)
-        counts = self._occupancies(r, blocks, weights, held, count)
+        counts = self._occupancies(r, q_position, blocks, weights, held, count)
         shared = round(self.model.fraction("overlap", u[0]) * count)
         keep = keep_shared(held, counts, (weights > 0).sum(1), shared, u[1])
         return ids[self._place(r, ids, weights, before, keep, counts, u[2:].reshape(ids.shape))]
@@ -68,11 +68,11 @@ class RowDrawer:
         empty = ~(weights > 0).any(1, keepdims=True) | ((weights > 0).sum() < count)
         return np.where(visible & empty, np.maximum(weights, LEAST_WEIGHT), weights)
 
-    def _occupancies(self, r: int, blocks: Ints, weights: Floats, held: Ints, count: int) -> Ints:
+    def _occupancies(self, r: int, q_position: int, blocks: Ints, weights: Floats, held: Ints, count: int) -> Ints:
         """How many tokens of each block: `count` in all, at least one each."""
         most = (weights > 0).sum(1)
         least = np.ones_like(most)
-        wanted = self._wanted(r, blocks, weights)
+        wanted = self._wanted(r, blocks, weights, q_position // self.shape.block_size)
         if blocks[0] == 0 and len(blocks) > 1 and most[1:].sum() >= count - wanted[0] >= len(blocks) - 1:
             # What the first block holds was recorded for itself.
             least[0] = most[0] = int(wanted[0])
@@ -81,15 +81,15 @@ class RowDrawer:
         before = np.where(held > 0, held, np.rint(expected).astype(np.int64))
         return settle(expected, before, least, most, count)
 
-    def _wanted(self, r: int, blocks: Ints, weights: Floats) -> Floats:
+    def _wanted(self, r: int, blocks: Ints, weights: Floats, own: int) -> Floats:
         """Tokens that each block would have by itself: a quantile of its own, which it keeps from row to row."""
-        own = int(blocks[-1])
         wanted = self.model.given_quantiles("occupancy", own - blocks, self.blocks.latent(own)[blocks])
-        # The last block may be only partly there: what was recorded at each distance says more than a count.
-        wanted[-1] = weights[-1].sum() + 0.5
+        if blocks[-1] == own:
+            # It may be only partly there: what was recorded at each distance says more than a count.
+            wanted[-1] = weights[-1].sum() + 0.5
         if blocks[0] == 0 and own > 0:
             wanted[0] = max(self.blocks.start_ids(r), 1)
-        return np.minimum(wanted, (weights > 0).sum(1))
+        return np.asarray(np.minimum(wanted, (weights > 0).sum(1)))
 
     def _place(
         self, r: int, ids: Ints, weights: Floats, before: Flags, keep: Ints, counts: Ints, order: Floats

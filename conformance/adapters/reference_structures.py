@@ -55,18 +55,14 @@ class ReferenceStructures(StepsBackend, Structures):
     ) -> BlockMembers:
         return block_expansion.expand_to_blocks(indptr, positions, block_size=block_size, q_block_size=q_block_size)
 
-    def build_block_mask(
-        self, problem: AttentionProblem, q_block_size: int, kv_block_size: int
-    ) -> Sequence[BlockMask]:
+    def build_block_mask(self, problem: AttentionProblem, q_block_size: int, kv_block_size: int) -> Sequence[BlockMask]:
         sizes = {"q_block_size": q_block_size, "kv_block_size": kv_block_size}
         return [problem_block_mask(problem, request, **sizes) for request in range(problem.batch_size)]
 
     def interval_block_mask(self, rule: MaskRule | None, request: int, extent: Extent) -> BlockMask:
         return rule_block_mask(rule, extent, request=request)
 
-    def classify_blocks(
-        self, outer: BoolArray, inner: BoolArray, q_block_size: int, kv_block_size: int
-    ) -> BlockMask:
+    def classify_blocks(self, outer: BoolArray, inner: BoolArray, q_block_size: int, kv_block_size: int) -> BlockMask:
         return classify.classify_blocks(outer, inner, q_block_size=q_block_size, kv_block_size=kv_block_size)
 
     def decode_block_mask(self, mask: BlockMask, element_mask: BoolArray) -> BoolArray:
@@ -118,9 +114,7 @@ class ReferenceStructures(StepsBackend, Structures):
         return table.to_block_table(lists, num_heads=num_heads, width=width)
 
     def decode_block_table(self, tabled: BlockTable, batch_size: int, num_heads: int, num_kv_blocks: int) -> BoolArray:
-        return table.decode_block_table(
-            tabled, batch_size=batch_size, num_heads=num_heads, num_kv_blocks=num_kv_blocks
-        )
+        return table.decode_block_table(tabled, batch_size=batch_size, num_heads=num_heads, num_kv_blocks=num_kv_blocks)
 
     def task_table(self, indptr: IntArray, target: int, row_ids: IntArray, generations: IntArray) -> TaskTable:
         return task_table.build_task_table(indptr, target=target, row_ids=row_ids, generations=generations)

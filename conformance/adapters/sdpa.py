@@ -81,7 +81,7 @@ class Sdpa(PerRequest):
 
 
 class SdpaFlashCpu(PerRequest):
-    """The kernel that scaled_dot_product_attention picks on a CPU where head_dim_qk equals head_dim_vo; with its lse."""
+    """What scaled_dot_product_attention runs on a CPU where head_dim_qk equals head_dim_vo, with its lse."""
 
     name = "sdpa-lse"
     capabilities = Capabilities(

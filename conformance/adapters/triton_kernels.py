@@ -29,9 +29,9 @@ from attnconform.reference.problem import AttentionProblem
 REFUSALS = OneOf(
     (
         "negative-not-hole", "negative-wraps", "position-at-length", "position-of-longer-request", "position-far-out",
-        "block-past-the-end", "page-at-pool-size", "page-missing", "page-table-too-short", "head-map-uneven",
-        "too-few-lists", "repeated-key-asked-for", "scale-nan", "sink-nan", "slope-infinite", "cap-zero", "slopes-too-few", "window-negative",
-        "query-of-another-head-dim", "cache-of-another-head-count",
+        "block-past-the-end", "page-at-pool-size", "page-missing", "page-table-too-short", "repeated-key-asked-for",
+        "head-map-uneven", "too-few-lists", "scale-nan", "sink-nan", "slope-infinite", "cap-zero", "slopes-too-few",
+        "window-negative", "query-of-another-head-dim", "cache-of-another-head-count",
     )
 )  # fmt: skip
 

@@ -12,13 +12,17 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from attnconform.conformance.bench.decode import decode_rows
+from attnconform.conformance.bench.decode import decode_rows, index_rows
 from attnconform.conformance.bench.prefill import prefill_rows
 from attnconform.conformance.bench.row import BenchReport, BenchRow
 from attnconform.conformance.bench.timing import measure_ceilings
 from attnconform.conformance.gate import write_text
 
-SUITES: dict[str, Callable[[str | None], Iterator[BenchRow]]] = {"seed64k": decode_rows, "prefill": prefill_rows}
+SUITES: dict[str, Callable[[str | None], Iterator[BenchRow]]] = {
+    "seed64k": decode_rows,
+    "index": index_rows,
+    "prefill": prefill_rows,
+}
 PACKAGES = ("torch", "triton", "numpy", "flashinfer-python", "fla-core")
 
 
@@ -65,7 +69,7 @@ def table_of(report: BenchReport) -> Table:
     for column in ("work", "stage", "ours us", "P99", "host us", "peer", "peer us", "x faster", "% copy", "% matmul"):
         table.add_column(column, justify="left" if column in ("work", "stage", "peer") else "right")
     for r in report.rows:
-        attention = r.stage == "attention"
+        attention = r.stage.startswith("attention")
         table.add_row(
             r.work, r.stage, f"{r.ours.median:.1f}", f"{r.ours.p99:.1f}", f"{r.ours.host_median:.1f}", r.peer_name,
             f"{r.peer.median:.1f}" if r.peer else "-", f"{r.speedup:.2f}" if r.speedup else "-",

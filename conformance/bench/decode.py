@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from attnconform.conformance.bench.row import BenchRow
-from attnconform.conformance.bench.timing import measure
+from attnconform.conformance.bench.timing import Timing, measure
 
 SEQLEN_KV = 65_536
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -159,8 +159,63 @@ def flashinfer_decode(work: DecodeWork) -> FlashInferDecode:
     )
 
 
+def our_tier(work: DecodeWork) -> "Tier":
+    """A tier of the bundled kernels that takes the work's candidates again and again."""
+    from attnconform.kernels.sparse_attention.tier import plan_tier
+
+    tier = plan_tier(
+        batch_size=work.batch,
+        capacity=CANDIDATES,
+        max_seqlen_kv=SEQLEN_KV,
+        page_size=work.page_size,
+        num_pages=work.k_cache.shape[0],
+        num_qo_heads=NUM_QO_HEADS,
+        num_kv_heads=NUM_KV_HEADS,
+        head_dim_qk=HEAD_DIM,
+        head_dim_vo=HEAD_DIM,
+        sm_scale=1 / math.sqrt(HEAD_DIM),
+        dtype=work.q.dtype,
+        device="cuda",
+        granularity=work.granularity,
+        block_size=work.page_size if work.granularity == "block" else 1,
+    )
+    out, lse = torch.empty_like(work.q), torch.empty(work.q.shape[:2], device="cuda")
+    per_list = work.chosen.shape[-1]
+    lists = work.batch * NUM_KV_HEADS
+    indices = {
+        "seqlen_kv": torch.full((work.batch,), SEQLEN_KV, device="cuda", dtype=torch.int32),
+        "page_table": work.page_table,
+        "indptr": torch.arange(0, (lists + 1) * per_list, per_list, device="cuda", dtype=torch.int32),
+        "indices": work.chosen.reshape(-1),
+    }
+    return Tier(tier, work, indices, out, lse)
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Index and attention of one tier, as calls."""
+
+    tier: Any
+    work: DecodeWork
+    indices: dict[str, torch.Tensor]
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    def index(self) -> None:
+        self.tier.update(**self.indices)
+
+    def attend(self) -> None:
+        from attnconform.kernels.sparse_attention import run
+
+        run(self.tier.plan, self.work.q, self.work.k_cache, self.work.v_cache, out=self.out, lse=self.lse)
+
+    def end_to_end(self) -> None:
+        self.index()
+        self.attend()
+
+
 def decode_rows(peer: str | None, batches: tuple[int, ...] = BATCHES) -> Iterator[BenchRow]:
-    """Attention alone, plan alone, and both from candidates, for pages and for tokens."""
+    """Attention, index or plan, and both from candidates, for pages and for tokens."""
     for granularity in ("block", "token"):
         for batch in batches:
             work = make_work(batch, 16, granularity, torch.bfloat16)
@@ -172,32 +227,25 @@ def decode_rows(peer: str | None, batches: tuple[int, ...] = BATCHES) -> Iterato
 def work_rows(work: DecodeWork, peer: str | None) -> Iterator[BenchRow]:
     """Rows of one batch, each with the peer's same stage."""
     run, out, lse, workspace = our_run(work)
-    ours = measure(run)
-    times: dict[str, Any] = {}
-    error, check = "", ""
-    if peer == "flashinfer":
-        try:
-            other = flashinfer_decode(work)
-            other.plan()
-            want, lse_2 = other.run()
-            gap = (want.view_as(out).float() - out.float()).abs().max()
-            lse_gap = (lse_2.view_as(lse) * math.log(2) - lse).abs().max()
-            check = f"max |difference|: out {gap:.2e}, lse {lse_gap:.2e}"
-            times = {
-                "attention": measure(other.run),
-                "plan": measure(other.plan, seconds=0.3),
-                "end to end": measure(other.plan_and_run, seconds=0.3),
-            }
-        except Exception as failure:  # a peer that does not run here is reported, not hidden
-            error = f"{type(failure).__name__}: {str(failure).splitlines()[0][:200]}" if str(failure) else repr(failure)
-
-    def row(stage: str, timing: Any) -> BenchRow:
-        return BenchRow(
+    run()
+    tier = our_tier(work)
+    tier.end_to_end()
+    tier.tier.raise_if_refused()
+    ours = {
+        "attention": measure(run),
+        "attention of a tier": measure(tier.attend),
+        "index": measure(tier.index, seconds=0.3),
+        "end to end": measure(tier.end_to_end, seconds=0.3),
+        "one-off plan": measure(lambda: our_plan(work), seconds=0.2),
+    }
+    theirs, error, check = peer_times(work, out, lse, tier) if peer == "flashinfer" else ({}, "", "")
+    for stage, timing in ours.items():
+        yield BenchRow(
             suite="seed64k",
             work=work.name,
             stage=stage,
             ours=timing,
-            peer=times.get(stage),
+            peer=theirs.get(stage),
             peer_name=peer or "",
             peer_error=error,
             bytes=work.bytes,
@@ -206,11 +254,52 @@ def work_rows(work: DecodeWork, peer: str | None) -> Iterator[BenchRow]:
             check=check,
         )
 
-    yield row("attention", ours)
-    yield row("plan", measure(lambda: our_plan(work), seconds=0.3))
-    yield row("end to end", measure(lambda: our_end_to_end(work), seconds=0.3))
+
+def peer_times(
+    work: DecodeWork, out: torch.Tensor, lse: torch.Tensor, tier: Tier
+) -> tuple[dict[str, Timing], str, str]:
+    """FlashInfer's time of each stage, why there is none, and how far the answers are apart."""
+    try:
+        other = flashinfer_decode(work)
+        want, lse_2 = other.plan_and_run()
+        want, want_lse = want.view_as(out).float(), lse_2.view_as(lse) * math.log(2)
+        gaps = [(want - x.float()).abs().max().item() for x in (out, tier.out)]
+        lse_gaps = [(want_lse - x).abs().max().item() for x in (lse, tier.lse)]
+        run = measure(other.run)
+        plan = measure(other.plan, seconds=0.3)
+        times = {
+            "attention": run,
+            "attention of a tier": run,
+            "index": plan,
+            "one-off plan": plan,
+            "end to end": measure(other.plan_and_run, seconds=0.3),
+        }
+        return times, "", f"max |difference|: out {max(gaps):.2e}, lse {max(lse_gaps):.2e}"
+    except Exception as failure:  # a peer that does not run here is reported, not hidden
+        return {}, f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}", ""
 
 
-def our_end_to_end(work: DecodeWork) -> None:
-    """From candidates to output: index, plan and attention."""
-    our_run(work)[0]()
+def index_rows(peer: str | None) -> Iterator[BenchRow]:
+    """Canonicalization alone: 512 lists of 272 unsorted pages with duplicates, against torch operations."""
+    work = make_work(64, 16, "block", torch.bfloat16)
+    first, again = work.chosen, work.chosen[..., :8]
+    shuffled = torch.cat([first, again], dim=-1)[..., torch.randperm(272, device="cuda")].contiguous()
+    work = replace(work, chosen=shuffled)
+    tier = our_tier(work)
+    tier.index()
+    tier.tier.raise_if_refused()
+    offset = torch.arange(64 * NUM_KV_HEADS, device="cuda")[:, None] * (SEQLEN_KV // 16)
+
+    def torch_operations() -> torch.Tensor:
+        ids = torch.unique(shuffled.reshape(-1, 272).long() + offset)
+        request = ids // (SEQLEN_KV // 16 * NUM_KV_HEADS)
+        return work.page_table[request, ids % (SEQLEN_KV // 16)]
+
+    yield BenchRow(
+        suite="index",
+        work="512 lists of 272 pages to sorted unique tokens, slots and tasks",
+        stage="index",
+        ours=measure(tier.index),
+        peer=measure(torch_operations, seconds=0.3),
+        peer_name="torch ops, pages only",
+    )

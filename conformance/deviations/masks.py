@@ -18,6 +18,16 @@ LANES = 32  # keys of a kernel's last, zero-filled tile
 ADDED_BIAS, SENTINEL = -1e4, -5e4
 
 
+def exp_in_float32_range(exponents: FloatArray) -> FloatArray:
+    """exp, exact where float32 holds it, and 0 or infinite where it does not.
+
+    Nothing else of float32 is imitated, so that a mistake shows on no case but those that overflow or vanish.
+    """
+    with np.errstate(over="ignore"):
+        exact = np.exp(exponents)
+    return np.where(exponents < -104.0, 0.0, np.where(exponents > 88.8, np.inf, exact))
+
+
 class ReadsRules(Steps):
     """The reference with one hook: what a single mask rule allows."""
 
@@ -317,7 +327,7 @@ class NeverLetsTheMaximumSinkBelowASentinel(Steps):
         if not len(scores):
             return super().state(scores, v)
         m = max(float(scores.max()), SENTINEL)
-        p = np.exp((scores - m).astype(np.float32)).astype(np.float64)
+        p = exp_in_float32_range(scores - m)
         return PartialState(m, float(p.sum()), p @ v)
 
 
@@ -337,7 +347,7 @@ class TakesTheMaximumBeforeMasking(KeepsMaskedKeys):
 
     def masked_state(self, scores: FloatArray, allowed: BoolArray, v: FloatArray) -> PartialState:
         m = float(scores.max())
-        p = np.exp((scores[allowed] - m).astype(np.float32)).astype(np.float64)
+        p = exp_in_float32_range(scores[allowed] - m)
         return PartialState(m, float(p.sum()), p @ v[allowed])
 
 
@@ -396,7 +406,7 @@ class TakesTheMaximumOverTheWholeRequest(ReadsTheWholeRequest):
 
     def selected_state(self, scores: FloatArray, selected: BoolArray, v: FloatArray) -> PartialState:
         m = float(scores.max())
-        p = np.exp((scores[selected] - m).astype(np.float32)).astype(np.float64)
+        p = exp_in_float32_range(scores[selected] - m)
         return PartialState(m, float(p.sum()), p @ v[selected])
 
 

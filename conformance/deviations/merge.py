@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from attnconform.conformance.deviations.deviation import deviates
+from attnconform.conformance.deviations.masks import exp_in_float32_range
 from attnconform.reference.coordinates import FloatArray
 from attnconform.reference.problem import AttentionProblem, QueryRow
 from attnconform.reference.states import PartialState, add_sink, empty_state, finish, merge, merge_all
@@ -15,7 +16,6 @@ from attnconform.reference.steps import Steps
 
 LN_2 = float(np.log(2.0))
 SENTINEL = -5e4
-FLOAT32_EXPONENT = 88.0  # e to this power is more than float32 holds, e to its negative less
 
 
 def pieces(num_keys: int, count: int) -> list[slice]:
@@ -171,8 +171,8 @@ class TakesTheMaximumOfAnEmptySplitAsZero(InPieces):
 
     def merge(self, states: list[PartialState], head_dim_vo: int) -> PartialState:
         right = super().merge(states, head_dim_vo)
-        underflows = right.m < -FLOAT32_EXPONENT and not all(s.l for s in states)
-        return empty_state(head_dim_vo) if underflows else right
+        vanishes = exp_in_float32_range(np.array(right.m)) == 0 and not all(s.l for s in states)
+        return empty_state(head_dim_vo) if vanishes else right
 
 
 @deviates("MERGE-STATE", fault_class="S", report="article 1, 3.2: o is not normalized in a state")
@@ -214,8 +214,7 @@ class TakesTheLastMaximum(InPieces):
         if not seen:
             return empty_state(head_dim_vo)
         with np.errstate(all="ignore"):
-            gaps = np.array([s.m - seen[-1].m for s in seen])
-            weights = np.where(gaps > FLOAT32_EXPONENT, np.inf, np.exp(gaps))
+            weights = exp_in_float32_range(np.array([s.m - seen[-1].m for s in seen]))
             o = sum((w * s.o for w, s in zip(weights, seen, strict=True)), np.zeros(head_dim_vo))
             return PartialState(seen[-1].m, sum(w * s.l for w, s in zip(weights, seen, strict=True)), o)
 
@@ -227,8 +226,10 @@ class SubtractsNoMaximum(Steps):
     def state(self, scores: FloatArray, v: FloatArray) -> PartialState:
         if not len(scores):
             return super().state(scores, v)
-        with np.errstate(all="ignore"):
-            p = np.exp(scores.astype(np.float32)).astype(np.float64)
+        p = exp_in_float32_range(scores)
+        if np.isfinite(p).all() and p.any():
+            return super().state(scores, v)
+        with np.errstate(invalid="ignore"):
             return PartialState(0.0, float(p.sum()), p @ v)
 
 

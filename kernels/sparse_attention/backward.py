@@ -30,7 +30,7 @@ from attnconform.kernels.sparse_attention.backward_query import RowInputs, launc
 from attnconform.kernels.sparse_attention.backward_transpose import TransposedPlan, transpose_plan
 from attnconform.kernels.sparse_attention.errors import PlanError
 from attnconform.kernels.sparse_attention.forward import run
-from attnconform.kernels.sparse_attention.numerics import widen
+from attnconform.kernels.sparse_attention.numerics import LOG2_E, widen
 from attnconform.kernels.sparse_attention.plan import Plan
 
 __all__ = ["Gradients", "backward", "sparse_attention", "transpose_plan"]
@@ -76,8 +76,8 @@ def backward(
     _check_tensors(plan, {"dq": dq, "dk": dk, "dv": dv} | ({} if dlse is None else {"dlse": dlse}))
     if mode not in ("atomic", "kv_centric"):
         raise PlanError("SAFE-SHAPE", "mode", mode, "must be atomic or kv_centric")
-    row_lse, delta = prepare_rows(out, lse, dout, dlse)
-    inputs = RowInputs(q, k_cache, v_cache, dout, row_lse, delta)
+    lse_log2, delta = prepare_rows(out, lse, dout, dlse)
+    inputs = RowInputs(q, k_cache, v_cache, dout, lse_log2, delta)
     if mode == "atomic":
         _add_key_gradients(plan, inputs, dq, dk, dv)
     else:
@@ -106,11 +106,11 @@ def _compute_dsink(plan: Plan, lse: Tensor, delta: Tensor) -> Tensor | None:
 
 
 def prepare_rows(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
-    """lse, +inf where a row has no key so that exp(s - lse) is 0, and delta = dout.out - dlse; both contiguous."""
-    row_lse, delta = torch.empty((2, *lse.shape), dtype=torch.float32, device=out.device)
+    """lse in base 2, +inf where a row has no key, and delta = dout.out - dlse; both contiguous."""
+    lse_log2, delta = torch.empty((2, *lse.shape), dtype=torch.float32, device=out.device)
     if delta.numel():
         row_kernel[(triton.cdiv(delta.numel(), TILE_ROWS),)](
-            out, lse, dout, dlse, row_lse, delta,
+            out, lse, dout, dlse, lse_log2, delta,
             out.stride(), lse.stride(), dout.stride(), None if dlse is None else dlse.stride(),
             out.shape[0], out.shape[1],
             TILE_ROWS=TILE_ROWS,
@@ -118,12 +118,12 @@ def prepare_rows(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) ->
             PADDED_DIM=padded_dim(out.shape[2]),
             num_warps=4,
         )  # fmt: skip
-    return row_lse, delta
+    return lse_log2, delta
 
 
 @triton.jit
 def row_kernel(
-    out_ptr, lse_ptr, dout_ptr, dlse_ptr, row_lse_ptr, delta_ptr,
+    out_ptr, lse_ptr, dout_ptr, dlse_ptr, lse_log2_ptr, delta_ptr,
     out_strides, lse_strides, dout_strides, dlse_strides, total_q, num_qo_heads,
     TILE_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -135,7 +135,7 @@ def row_kernel(
     head = unit % num_qo_heads
     is_row = row < total_q
     lse = tl.load(lse_ptr + row * lse_strides[0] + head * lse_strides[1], mask=is_row, other=0.0)
-    tl.store(row_lse_ptr + unit, tl.where(lse > float("-inf"), lse, float("inf")), mask=is_row)
+    tl.store(lse_log2_ptr + unit, tl.where(lse > float("-inf"), lse * LOG2_E, float("inf")), mask=is_row)
     out_starts = row * out_strides[0] + head * out_strides[1]
     dout_starts = row * dout_strides[0] + head * dout_strides[1]
     out = load_vectors(out_ptr, out_starts, is_row, out_strides[2], HEAD_DIM, PADDED_DIM)

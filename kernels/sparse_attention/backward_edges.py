@@ -14,21 +14,33 @@ from attnconform.kernels.sparse_attention.rules import ALIBI, tanh
 @triton.jit
 def differentiate_edges(
     q, k, v, dout,  # [TILE_M, PADDED_QK], [TILE_KV, PADDED_QK], [TILE_KV, PADDED_VO], [TILE_M, PADDED_VO]
-    lse, delta,  # [TILE_M]; lse is +inf where a row has no key
-    admitted,  # [TILE_M, TILE_KV]
+    lse_log2, delta,  # [TILE_M], as load_row_state gives them
+    admitted,  # [TILE_M, TILE_KV], not looked at where IS_FULL
     heads, is_row,  # [TILE_M] query heads
-    distance,  # [TILE_M, TILE_KV] kv_idx - q_idx
+    distance,  # [TILE_M, TILE_KV] kv_idx - q_idx, only where there are score rules
     score_params_ptr, sm_scale, num_qo_heads,
     SCORE_CODES: tl.constexpr,
+    IS_FULL: tl.constexpr,
 ):  # fmt: skip
-    """Probabilities, and gradients of the scores before the score rules, in the storage dtype; 0 where not admitted."""
-    no_edges = tl.zeros(admitted.shape, tl.float32)
-    scores, slope = apply_score_rules_with_slope(
-        dot(q, tl.trans(k), no_edges) * sm_scale, heads, is_row, distance, score_params_ptr, num_qo_heads, SCORE_CODES
-    )
+    """Probabilities, and gradients of the scores before the score rules, in the storage dtype; 0 where not admitted.
+
+    IS_FULL: every row admits every key. A row without keys needs no mask, its lse does it.
+    """
+    no_edges = tl.zeros([q.shape[0], k.shape[0]], tl.float32)
+    scores = dot(q, tl.trans(k), no_edges)
     value_products = dot(dout, tl.trans(v), no_edges)
-    probs = tl.where(admitted, tl.exp2((scores - lse[:, None]) * LOG2_E), 0.0)
-    score_grads = tl.where(admitted, probs * (value_products - delta[:, None]) * slope, 0.0)
+    if len(SCORE_CODES) > 0:
+        scores, slope = apply_score_rules_with_slope(
+            scores * sm_scale, heads, is_row, distance, score_params_ptr, num_qo_heads, SCORE_CODES
+        )
+        probs = tl.exp2(scores * LOG2_E - lse_log2[:, None])
+        score_grads = probs * (value_products - delta[:, None]) * slope
+    else:
+        probs = tl.exp2(scores * (sm_scale * LOG2_E) - lse_log2[:, None])
+        score_grads = probs * (value_products - delta[:, None])
+    if not IS_FULL:
+        probs = tl.where(admitted, probs, 0.0)
+        score_grads = tl.where(admitted, score_grads, 0.0)
     return narrow(probs, v.dtype), narrow(score_grads, k.dtype)
 
 
@@ -57,18 +69,18 @@ def apply_score_rules_with_slope(
 
 @triton.jit
 def load_row_state(
-    lse_ptr,  # as row_kernel prepares it, +inf where a row has no key
+    lse_log2_ptr,
     delta_ptr,
     rows,  # [TILE_M] global query rows
     heads,  # [TILE_M] query heads
     is_row,  # [TILE_M]
     num_qo_heads,
 ):
-    """lse, delta and whether there is any key; without one every probability becomes 0. [EMPTY-GRAD]"""
+    """lse in base 2, delta, and whether there is any key; without one lse is +inf and exp2(s - lse) 0. [EMPTY-GRAD]"""
     offset = rows.to(tl.int64) * num_qo_heads + heads
-    lse = tl.load(lse_ptr + offset, mask=is_row, other=float("inf"))
+    lse_log2 = tl.load(lse_log2_ptr + offset, mask=is_row, other=float("inf"))
     delta = tl.load(delta_ptr + offset, mask=is_row, other=0.0)
-    return lse, delta, lse < float("inf")
+    return lse_log2, delta, lse_log2 < float("inf")
 
 
 @triton.jit

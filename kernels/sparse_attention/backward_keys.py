@@ -59,13 +59,13 @@ def _launch_items(
     partial_dk: Tensor,
     partial_dv: Tensor,
 ) -> None:
-    q, k_cache, v_cache, dout, lse, delta = inputs
+    q, k_cache, v_cache, dout, lse_log2, delta = inputs
     shape, tiles, items = transposed.shape, transposed.tiles, transposed.items
     key_gradient_kernel[(items.item_tile.numel(), transposed.num_head_programs)](
-        q, k_cache, v_cache, dout, lse, delta, dk, dv, partial_dk, partial_dv,
+        q, k_cache, v_cache, dout, lse_log2, delta, dk, dv, partial_dk, partial_dv,
         q.stride(), cache_strides(plan, k_cache), cache_strides(plan, v_cache), dout.stride(),
         cache_strides(plan, dk), cache_strides(plan, dv),
-        items.item_tile, items.item_begin, items.item_end, items.item_partial,
+        items.item_tile, items.item_begin, items.item_full_begin, items.item_end, items.item_partial,
         tiles.tile_slot, tiles.tile_kv_head, transposed.pairs, tiles.codes, tiles.is_touched,
         plan.row_requests, plan.row_positions, plan.mask_starts, plan.mask_ends, plan.mask_data, plan.score_params,
         plan.sm_scale, plan.window or 0, plan.total_q, plan.num_qo_heads, plan.group_size,
@@ -84,7 +84,7 @@ def _launch_items(
         SCORE_CODES=plan.score_codes,
         MASK_FN=plan.mask_fn,
         HAS_WINDOW=bool(plan.window) and plan.list_indptr is not None,
-        num_warps=4 if shape.tile_kv * shape.tile_m <= 2048 else 8,
+        num_warps=8 if plan.dtype.itemsize > 2 else 4,
         num_stages=2,
     )  # fmt: skip
 
@@ -108,9 +108,9 @@ def _launch_sum(
 
 @triton.jit
 def key_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, partial_dk_ptr, partial_dv_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_log2_ptr, delta_ptr, dk_ptr, dv_ptr, partial_dk_ptr, partial_dv_ptr,
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
-    item_tile_ptr, item_begin_ptr, item_end_ptr, item_partial_ptr,
+    item_tile_ptr, item_begin_ptr, item_full_begin_ptr, item_end_ptr, item_partial_ptr,
     tile_slot_ptr, tile_kv_head_ptr, pairs_ptr, codes_ptr, is_touched_ptr,
     row_requests_ptr, row_positions_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr, score_params_ptr,
     sm_scale, window, total_q, num_qo_heads, group_size, num_slots,
@@ -134,6 +134,7 @@ def key_gradient_kernel(
     head_program = tl.program_id(1)
     tile = tl.load(item_tile_ptr + item)
     begin = tl.load(item_begin_ptr + item)
+    full_begin = tl.load(item_full_begin_ptr + item)
     end = tl.load(item_end_ptr + item)
     partial = tl.load(item_partial_ptr + item)
     kv_head = tl.load(tile_kv_head_ptr + tile) + head_program
@@ -149,26 +150,23 @@ def key_gradient_kernel(
     dk = tl.zeros([TILE_KV, PADDED_QK], tl.float32)
     dv = tl.zeros([TILE_KV, PADDED_VO], tl.float32)
 
-    steps_per_pair: tl.constexpr = (ROWS_PER_PAIR + TILE_M - 1) // TILE_M
-    num_steps = tl.cdiv((end - begin) * ROWS_PER_PAIR, TILE_M) if IS_PACKED else (end - begin) * steps_per_pair
-    # Rows of the readers, TILE_M at a time.
-    for step in range(0, num_steps):
-        if IS_PACKED:
-            unit = step * TILE_M + tl.arange(0, TILE_M)
-            pair = begin + unit // ROWS_PER_PAIR
-            unit = unit % ROWS_PER_PAIR
-            is_unit = pair < end
-        else:
-            pair = begin + step // steps_per_pair
-            unit = (step % steps_per_pair) * TILE_M + tl.arange(0, TILE_M)
-            is_unit = unit < ROWS_PER_PAIR
+    # Pairs that need a mask, then pairs whose rows all admit all keys of the tile.
+    for step in range(0, count_steps(full_begin - begin, TILE_M, ROWS_PER_PAIR, IS_PACKED)):
         dk, dv = add_reader_rows(
-            dk, dv, k, v, pair, unit, is_unit, head_program * group_size,
-            q_ptr, dout_ptr, lse_ptr, delta_ptr, q_strides, dout_strides,
-            pairs_ptr, codes_ptr,
+            dk, dv, k, v, step, begin, full_begin, head_program * group_size,
+            q_ptr, dout_ptr, lse_log2_ptr, delta_ptr, q_strides, dout_strides, pairs_ptr, codes_ptr,
             row_requests_ptr, row_positions_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr, score_params_ptr,
             sm_scale, window, total_q, num_qo_heads,
-            end, TILE_M, TILE_KV, HEADS, IS_PACKED, HEAD_DIM_QK, HEAD_DIM_VO, PADDED_QK, PADDED_VO,
+            False, TILE_M, TILE_KV, HEADS, ROWS_PER_PAIR, IS_PACKED, HEAD_DIM_QK, HEAD_DIM_VO, PADDED_QK, PADDED_VO,
+            NUM_INTERVALS, SCORE_CODES, MASK_FN, HAS_WINDOW,
+        )  # fmt: skip
+    for step in range(0, count_steps(end - full_begin, TILE_M, ROWS_PER_PAIR, IS_PACKED)):
+        dk, dv = add_reader_rows(
+            dk, dv, k, v, step, full_begin, end, head_program * group_size,
+            q_ptr, dout_ptr, lse_log2_ptr, delta_ptr, q_strides, dout_strides, pairs_ptr, codes_ptr,
+            row_requests_ptr, row_positions_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr, score_params_ptr,
+            sm_scale, window, total_q, num_qo_heads,
+            True, TILE_M, TILE_KV, HEADS, ROWS_PER_PAIR, IS_PACKED, HEAD_DIM_QK, HEAD_DIM_VO, PADDED_QK, PADDED_VO,
             NUM_INTERVALS, SCORE_CODES, MASK_FN, HAS_WINDOW,
         )  # fmt: skip
 
@@ -186,18 +184,27 @@ def key_gradient_kernel(
 
 
 @triton.jit
+def count_steps(num_pairs, TILE_M: tl.constexpr, ROWS_PER_PAIR: tl.constexpr, IS_PACKED: tl.constexpr):
+    """Steps of TILE_M rows that some pairs take."""
+    if IS_PACKED:
+        return tl.cdiv(num_pairs * ROWS_PER_PAIR, TILE_M)
+    else:
+        return num_pairs * tl.cdiv(ROWS_PER_PAIR, TILE_M)
+
+
+@triton.jit
 def add_reader_rows(
     dk, dv, k, v,  # [TILE_KV, PADDED_QK], [TILE_KV, PADDED_VO], and likewise
-    pair, unit, is_unit,  # [TILE_M] or a scalar, [TILE_M] twice: rows times heads of readers
+    step, begin, end,  # of the rows of pairs from begin, below end
     head_shift,  # query heads before this KV head's, where all KV heads share a list
-    q_ptr, dout_ptr, lse_ptr, delta_ptr, q_strides, dout_strides,
-    pairs_ptr, codes_ptr,
+    q_ptr, dout_ptr, lse_log2_ptr, delta_ptr, q_strides, dout_strides, pairs_ptr, codes_ptr,
     row_requests_ptr, row_positions_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr, score_params_ptr,
     sm_scale, window, total_q, num_qo_heads,
-    end,
+    IS_FULL: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_KV: tl.constexpr,
     HEADS: tl.constexpr,
+    ROWS_PER_PAIR: tl.constexpr,
     IS_PACKED: tl.constexpr,
     HEAD_DIM_QK: tl.constexpr,
     HEAD_DIM_VO: tl.constexpr,
@@ -209,25 +216,68 @@ def add_reader_rows(
     HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """dk / sm_scale and dv with TILE_M more rows."""
-    lane = tl.arange(0, TILE_KV)
-    is_pair = pair < end
-    pair_ptr = pairs_ptr + pair * PAIR_WIDTH
-    q_start = tl.load(pair_ptr + Q_START, mask=is_pair, other=0)
-    q_count = tl.load(pair_ptr + Q_COUNT, mask=is_pair, other=0)
-    head_start = tl.load(pair_ptr + HEAD_START, mask=is_pair, other=0)
-    cell = tl.load(pair_ptr + CELL, mask=is_pair, other=0).to(tl.int64) * TILE_KV
-    is_row = is_unit & (unit // HEADS < q_count)
-    rows = q_start + unit // HEADS
-    heads = head_start + head_shift + unit % HEADS
-    lse, delta, has_key = load_row_state(lse_ptr, delta_ptr, rows, heads, is_row, num_qo_heads)
-    q_idx = tl.load(row_positions_ptr + rows, mask=has_key, other=0)
-
+    # A row and head of a reader, [TILE_M]; the pair, [TILE_M] or a scalar.
     if IS_PACKED:
-        codes = tl.load(codes_ptr + cell[:, None] + lane[None, :], mask=is_row[:, None], other=-1)
+        unit = step * TILE_M + tl.arange(0, TILE_M)
+        pair = begin + unit // ROWS_PER_PAIR
+        unit = unit % ROWS_PER_PAIR
+        is_unit = pair < end
+        pair_ptr = pairs_ptr + tl.where(is_unit, pair, begin) * PAIR_WIDTH
     else:
-        codes = tl.load(codes_ptr + cell + lane)[None, :]
-    # [TILE_M or 1, TILE_KV]; a slot that the list does not have gets -1, which no interval holds.
-    kv_idx = tl.where(codes >= 0, codes, -2 - codes)
+        steps_per_pair: tl.constexpr = (ROWS_PER_PAIR + TILE_M - 1) // TILE_M
+        unit = (step % steps_per_pair) * TILE_M + tl.arange(0, TILE_M)
+        is_unit = unit < ROWS_PER_PAIR
+        pair_ptr = pairs_ptr + (begin + step // steps_per_pair) * PAIR_WIDTH
+    q_start = tl.load(pair_ptr + Q_START)
+    rows = q_start + unit // HEADS
+    heads = tl.load(pair_ptr + HEAD_START) + head_shift + unit % HEADS
+    is_row = is_unit & (unit // HEADS < tl.load(pair_ptr + Q_COUNT))
+    lse_log2, delta, has_key = load_row_state(lse_log2_ptr, delta_ptr, rows, heads, is_row, num_qo_heads)
+
+    # [TILE_M or 1, TILE_KV]
+    kv_idx = tl.zeros([1, TILE_KV], tl.int32)
+    q_idx = tl.zeros([TILE_M], tl.int32)
+    admitted = kv_idx == 0
+    if not IS_FULL or len(SCORE_CODES) > 0:
+        cells = tl.load(pair_ptr + CELL).to(tl.int64) * TILE_KV
+        lane = tl.arange(0, TILE_KV)
+        if IS_PACKED:
+            codes = tl.load(codes_ptr + cells[:, None] + lane[None, :])
+        else:
+            codes = tl.load(codes_ptr + cells + lane)[None, :]
+        kv_idx = tl.where(codes >= 0, codes, -2 - codes)
+        q_idx = tl.load(row_positions_ptr + rows, mask=has_key, other=0)
+        if not IS_FULL:
+            admitted = is_admitted(
+                codes, kv_idx, rows, q_idx, has_key, row_requests_ptr + q_start,
+                mask_starts_ptr, mask_ends_ptr, mask_data_ptr, window, total_q, NUM_INTERVALS, MASK_FN, HAS_WINDOW,
+            )  # fmt: skip
+
+    # dout of a row without keys is not read: it may hold anything, and 0 * NaN would reach dV.
+    rows, heads = rows.to(tl.int64), heads.to(tl.int64)
+    q_starts = rows * q_strides[0] + heads * q_strides[1]
+    dout_starts = rows * dout_strides[0] + heads * dout_strides[1]
+    q = load_vectors(q_ptr, q_starts, has_key, q_strides[2], HEAD_DIM_QK, PADDED_QK)
+    dout = load_vectors(dout_ptr, dout_starts, has_key, dout_strides[2], HEAD_DIM_VO, PADDED_VO)
+    probs, score_grads = differentiate_edges(
+        q, k, v, dout, lse_log2, delta, admitted, heads, has_key, kv_idx - q_idx[:, None],
+        score_params_ptr, sm_scale, num_qo_heads, SCORE_CODES, IS_FULL,
+    )  # fmt: skip
+    dv = dot(tl.trans(probs), dout, dv)
+    dk = dot(tl.trans(score_grads), q, dk)
+    return dk, dv
+
+
+@triton.jit
+def is_admitted(
+    codes, kv_idx,  # [TILE_M or 1, TILE_KV]; a slot that the list does not have has code and position -1
+    rows, q_idx, has_key,  # [TILE_M]
+    request_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr, window, total_q,
+    NUM_INTERVALS: tl.constexpr,
+    MASK_FN: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Which edges the lists and the mask hold, [TILE_M, TILE_KV]."""
     admitted = has_key[:, None] & (kv_idx < 0)
     for interval in tl.static_range(NUM_INTERVALS):
         bound = interval * total_q + rows
@@ -239,21 +289,8 @@ def add_reader_rows(
         age = q_idx[:, None] - kv_idx
         admitted = admitted & ((codes >= 0) | ((age >= 0) & (age < window)))
     if MASK_FN is not None:
-        admitted = admitted & MASK_FN(q_idx[:, None], kv_idx, tl.load(row_requests_ptr + q_start), mask_data_ptr)
-
-    # dout of a row without keys is not read: it may hold anything, and 0 * NaN would reach dV.
-    rows, heads = rows.to(tl.int64), heads.to(tl.int64)
-    q_starts = rows * q_strides[0] + heads * q_strides[1]
-    dout_starts = rows * dout_strides[0] + heads * dout_strides[1]
-    q = load_vectors(q_ptr, q_starts, has_key, q_strides[2], HEAD_DIM_QK, PADDED_QK)
-    dout = load_vectors(dout_ptr, dout_starts, has_key, dout_strides[2], HEAD_DIM_VO, PADDED_VO)
-    probs, score_grads = differentiate_edges(
-        q, k, v, dout, lse, delta, admitted, heads, has_key, kv_idx - q_idx[:, None],
-        score_params_ptr, sm_scale, num_qo_heads, SCORE_CODES,
-    )  # fmt: skip
-    dv = dot(tl.trans(probs), dout, dv)
-    dk = dot(tl.trans(score_grads), q, dk)
-    return dk, dv
+        admitted = admitted & MASK_FN(q_idx[:, None], kv_idx, tl.load(request_ptr), mask_data_ptr)
+    return admitted
 
 
 @triton.jit

@@ -48,13 +48,13 @@ MERGE_WIDTH = tl.constexpr(len(MERGE_FIELDS))
 
 
 class RowInputs(NamedTuple):
-    """What either direction reads; lse and delta as `prepare_rows` makes them, everything else of any strides."""
+    """What either direction reads; the last two as `prepare_rows` makes them, everything else of any strides."""
 
     q: Tensor  # (total_q, num_qo_heads, head_dim_qk)
     k_cache: Tensor
     v_cache: Tensor
     dout: Tensor  # (total_q, num_qo_heads, head_dim_vo)
-    lse: Tensor  # (total_q, num_qo_heads) float32
+    lse_log2: Tensor  # (total_q, num_qo_heads) float32, +inf where a row has no key
     delta: Tensor  # (total_q, num_qo_heads) float32, dout.out - dlse
 
 
@@ -93,11 +93,11 @@ def _launch_tasks(
     partial_dq: Tensor,
     accumulators: tuple[Tensor, Tensor] | None,
 ) -> None:
-    q, k_cache, v_cache, dout, lse, delta = inputs
+    q, k_cache, v_cache, dout, lse_log2, delta = inputs
     dk, dv = accumulators or (None, None)
     tile_kv, num_warps = _step_shape(plan, launch)
     query_gradient_kernel[(launch.tasks.shape[0],)](
-        q, k_cache, v_cache, dout, lse, delta, dq, dk, dv, partial_dq,
+        q, k_cache, v_cache, dout, lse_log2, delta, dq, dk, dv, partial_dq,
         q.stride(), cache_strides(plan, k_cache), cache_strides(plan, v_cache), dout.stride(), dq.stride(),
         None if dk is None else cache_strides(plan, dk), None if dv is None else cache_strides(plan, dv),
         launch.tasks, plan.page_table, plan.list_slots, plan.list_positions, plan.list_members,
@@ -128,7 +128,8 @@ def _step_shape(plan: Plan, launch: Launch) -> tuple[int, int]:
     weight = plan.dtype.itemsize**2 // 4
     held = max(padded_dim(plan.head_dim_qk), padded_dim(plan.head_dim_vo)) * weight
     most = 64 if held <= 128 else 32 if held <= 256 else 16
-    return min(launch.shape.tile_kv, most), 8 if launch.shape.tile_m > 64 else 4
+    is_large = launch.shape.tile_m > 64 or plan.dtype.itemsize > 2
+    return min(launch.shape.tile_kv, most), 8 if is_large else 4 if launch.shape.tile_m > 32 else 2
 
 
 def _launch_sum(plan: Plan, launch: Launch, partial_dq: Tensor, dq: Tensor) -> None:
@@ -144,7 +145,7 @@ def _launch_sum(plan: Plan, launch: Launch, partial_dq: Tensor, dq: Tensor) -> N
 
 @triton.jit
 def query_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, partial_dq_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_log2_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, partial_dq_ptr,
     q_strides, k_strides, v_strides, dout_strides, dq_strides, dk_strides, dv_strides,
     tasks_ptr, page_table_ptr, list_slots_ptr, list_positions_ptr, list_members_ptr,
     row_positions_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr, score_params_ptr,
@@ -179,7 +180,7 @@ def query_gradient_kernel(
     heads = tl.load(task_ptr + HEAD_START) + lane_m % HEADS
     is_row = (lane_m // HEADS < tl.load(task_ptr + Q_COUNT)) & (lane_m % HEADS < tl.load(task_ptr + HEAD_COUNT))
     q_idx = tl.load(row_positions_ptr + rows, mask=is_row, other=0)
-    lse, delta, has_key = load_row_state(lse_ptr, delta_ptr, rows, heads, is_row, num_qo_heads)
+    lse_log2, delta, has_key = load_row_state(lse_log2_ptr, delta_ptr, rows, heads, is_row, num_qo_heads)
     rows_wide, heads_wide = rows.to(tl.int64), heads.to(tl.int64)
     # dout of a row without keys is not read: it may hold anything, and 0 * NaN would reach dV.
     q = load_vectors(
@@ -201,7 +202,7 @@ def query_gradient_kernel(
     full_stop = full_start + num_full * TILE_KV
     for first in range(full_start, full_stop, TILE_KV):
         dq = add_key_tile(
-            dq, q, dout, lse, delta, first, full_stop,
+            dq, q, dout, lse_log2, delta, first, full_stop,
             k_ptr, v_ptr, dk_ptr, dv_ptr, k_strides, v_strides, dk_strides, dv_strides,
             page_table_ptr, list_slots_ptr, list_positions_ptr, list_members_ptr,
             rows, q_idx, heads, has_key, request,
@@ -216,7 +217,7 @@ def query_gradient_kernel(
         is_before = step < num_before
         first = tl.where(is_before, kv_start + step * TILE_KV, full_stop + (step - num_before) * TILE_KV)
         dq = add_key_tile(
-            dq, q, dout, lse, delta, first, tl.where(is_before, full_start, kv_end),
+            dq, q, dout, lse_log2, delta, first, tl.where(is_before, full_start, kv_end),
             k_ptr, v_ptr, dk_ptr, dv_ptr, k_strides, v_strides, dk_strides, dv_strides,
             page_table_ptr, list_slots_ptr, list_positions_ptr, list_members_ptr,
             rows, q_idx, heads, has_key, request,
@@ -239,7 +240,7 @@ def query_gradient_kernel(
 
 @triton.jit
 def add_key_tile(
-    dq, q, dout, lse, delta,  # [TILE_M, PADDED_QK] twice, [TILE_M, PADDED_VO], [TILE_M] twice
+    dq, q, dout, lse_log2, delta,  # [TILE_M, PADDED_QK] twice, [TILE_M, PADDED_VO], [TILE_M] twice
     first, limit,  # keys of this tile: entries or positions from first, below limit
     k_ptr, v_ptr, dk_ptr, dv_ptr, k_strides, v_strides, dk_strides, dv_strides,
     page_table_ptr, list_slots_ptr, list_positions_ptr, list_members_ptr,
@@ -273,6 +274,7 @@ def add_key_tile(
         page = tl.load(page_table_ptr + key // PAGE_SIZE, mask=is_key, other=0).to(tl.int64)
         offset = (key % PAGE_SIZE).to(tl.int64)
 
+    # In a full tile every lane is a key.
     admitted = is_key[None, :] & has_key[:, None]
     is_read = is_key
     if not IS_FULL:
@@ -292,8 +294,8 @@ def add_key_tile(
     k = load_vectors(k_ptr, page * k_strides[0] + offset * k_strides[1], is_read, k_strides[3], HEAD_DIM_QK, PADDED_QK)
     v = load_vectors(v_ptr, page * v_strides[0] + offset * v_strides[1], is_read, v_strides[3], HEAD_DIM_VO, PADDED_VO)
     probs, score_grads = differentiate_edges(
-        q, k, v, dout, lse, delta, admitted, heads, has_key, kv_idx[None, :] - q_idx[:, None],
-        score_params_ptr, sm_scale, num_qo_heads, SCORE_CODES,
+        q, k, v, dout, lse_log2, delta, admitted, heads, has_key, kv_idx[None, :] - q_idx[:, None],
+        score_params_ptr, sm_scale, num_qo_heads, SCORE_CODES, IS_FULL,
     )  # fmt: skip
     if IS_ATOMIC:
         dv = dot(tl.trans(probs), dout, tl.zeros([TILE_KV, PADDED_VO], tl.float32))

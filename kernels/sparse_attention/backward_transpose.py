@@ -46,7 +46,7 @@ class ListEntries:
 
 @dataclass(frozen=True, eq=False)
 class SlotTiles:
-    """Pairs by slot tile, ascending in tile, then list, then row; only touched tiles."""
+    """Pairs by slot tile; only touched tiles."""
 
     tile_slot: Tensor  # (num_tiles,) int64, first slot
     tile_kv_head: Tensor  # (num_tiles,) int64
@@ -59,7 +59,7 @@ class SlotTiles:
 
 @dataclass(frozen=True, eq=False)
 class Readers:
-    """Rows and first head of every reader, and the hull of the positions that its rows' masks allow."""
+    """Rows and first head of every reader, and what the masks of its rows allow: a hull, and a run common to all."""
 
     owner: Tensor  # (num_readers,) int64, list
     q_start: Tensor  # (num_readers,) int64
@@ -67,6 +67,8 @@ class Readers:
     head_start: Tensor  # (num_readers,) int64
     first_position: Tensor  # (num_readers,) int64
     past_position: Tensor  # (num_readers,) int64
+    common_start: Tensor  # (num_readers,) int64
+    common_end: Tensor  # (num_readers,) int64
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +77,7 @@ class Items:
 
     item_tile: Tensor  # (num_items,) int64
     item_begin: Tensor  # (num_items,) int64, into pairs
+    item_full_begin: Tensor  # (num_items,) int64, full pairs from here
     item_end: Tensor  # (num_items,) int64
     item_partial: Tensor  # (num_items,) int64, row of the workspace; -1: the item writes the gradient itself
     summed_tile: Tensor  # (num_summed,) int64, tiles of several items
@@ -120,12 +123,13 @@ def transpose_plan(
     shape = _choose_shape(plan, entries, tile_kv, tile_m)
     tiles = tile_slots(entries, shape.tile_kv)
     readers = cut_readers(plan, entries, max(1, shape.rows_per_pair // shape.heads))
-    tiles = drop_masked_pairs(expand_readers(tiles, readers, entries.list_q_start.numel()), readers)
+    tiles = expand_readers(tiles, readers, entries.list_q_start.numel())
+    tiles, num_full = classify_pairs(tiles, readers)
     num_head_programs = 1 if plan.sharing in ("query_head", "kv_head") else plan.num_kv_heads
     if rows_per_item is None:
         total_rows = tiles.pair_list.numel() * shape.rows_per_pair * num_head_programs
         rows_per_item = max(MIN_ROWS_PER_ITEM, -(-total_rows // NUM_ITEMS_WANTED))
-    items = cut_items(tiles.tile_indptr, max(1, rows_per_item // shape.rows_per_pair))
+    items = cut_items(tiles.tile_indptr, num_full, max(1, rows_per_item // shape.rows_per_pair))
     columns = (readers.q_start, readers.q_count, readers.head_start)
     pairs = torch.stack([*(column[tiles.pair_list] for column in columns), tiles.pair_cells], dim=1).int()
     return TransposedPlan(shape, tiles, pairs, items, num_head_programs)
@@ -254,15 +258,24 @@ def cut_readers(plan: Plan, entries: ListEntries, max_rows: int) -> Readers:
     rows = q_start[reader] + rank
     starts, ends = plan.mask_starts.long()[:, rows], plan.mask_ends.long()[:, rows]
     is_empty = starts >= ends
-    first = torch.where(is_empty, 2**31 - 1, starts).amin(0)
-    past = torch.where(is_empty, 0, ends).amax(0)
+    index = reader.expand_as(starts)
+
+    def reduce_rows(values: Tensor, how: str) -> Tensor:
+        return values.new_zeros(len(values), q_count.numel()).scatter_reduce(1, index, values, how, include_self=False)
+
+    common_start, common_end = reduce_rows(starts, "amax"), reduce_rows(ends, "amin")
+    longest = (common_end - common_start).argmax(0, keepdim=True)
+    # A jit function may refuse any key, so that no run is known to be allowed.
+    is_known = plan.mask_fn is None
     return Readers(
         owner=owner,
         q_start=q_start,
         q_count=q_count,
         head_start=entries.list_head_start[owner],
-        first_position=torch.full_like(q_start, 2**31 - 1).scatter_reduce(0, reader, first, "amin"),
-        past_position=torch.zeros_like(q_start).scatter_reduce(0, reader, past, "amax"),
+        first_position=reduce_rows(torch.where(is_empty, 2**31 - 1, starts), "amin").amin(0),
+        past_position=reduce_rows(torch.where(is_empty, 0, ends), "amax").amax(0),
+        common_start=common_start.gather(0, longest)[0],
+        common_end=common_end.gather(0, longest)[0] if is_known else torch.zeros_like(q_start),
     )
 
 
@@ -280,26 +293,35 @@ def expand_readers(tiles: SlotTiles, readers: Readers, num_lists: int) -> SlotTi
     )
 
 
-def drop_masked_pairs(tiles: SlotTiles, readers: Readers) -> SlotTiles:
-    """Without the pairs whose positions all lie outside the hull that the reader's masks allow."""
+def classify_pairs(tiles: SlotTiles, readers: Readers) -> tuple[SlotTiles, Tensor]:
+    """The pairs that can hold an edge, the full ones last in their tile, and how many of a tile's pairs are full.
+
+    Full: all rows of the reader admit all slots of the tile. [BLOCK-FULL]
+    """
     position = torch.where(tiles.codes >= 0, tiles.codes, -2 - tiles.codes)
-    first = torch.where(tiles.codes == ABSENT, 2**31 - 1, position).amin(1)
-    last = torch.where(tiles.codes == ABSENT, -1, position).amax(1)
-    is_kept = (last[tiles.pair_cells] >= readers.first_position[tiles.pair_list]) & (
-        first[tiles.pair_cells] < readers.past_position[tiles.pair_list]
-    )
+    first = torch.where(tiles.codes == ABSENT, 2**31 - 1, position).amin(1)[tiles.pair_cells]
+    last = torch.where(tiles.codes == ABSENT, -1, position).amax(1)[tiles.pair_cells]
+    reader = tiles.pair_list
+    is_kept = (last >= readers.first_position[reader]) & (first < readers.past_position[reader])
+    is_full = (tiles.codes >= 0).all(1)[tiles.pair_cells] & is_kept
+    is_full &= (first >= readers.common_start[reader]) & (last < readers.common_end[reader])
+    tile = torch.repeat_interleave(tiles.tile_indptr.diff())
+    order = torch.argsort(2 * tile + is_full, stable=True)
+    order = order[is_kept[order]]
+    num_kept = torch.bincount(tile[is_kept], minlength=tiles.tile_slot.numel())
     return replace(
         tiles,
-        tile_indptr=_row_starts(is_kept.long())[tiles.tile_indptr],
-        pair_list=tiles.pair_list[is_kept],
-        pair_cells=tiles.pair_cells[is_kept],
-    )
+        tile_indptr=_row_starts(num_kept),
+        pair_list=reader[order],
+        pair_cells=tiles.pair_cells[order],
+    ), torch.bincount(tile[is_full], minlength=tiles.tile_slot.numel())
 
 
-def cut_items(tile_indptr: Tensor, max_pairs: int) -> Items:
+def cut_items(tile_indptr: Tensor, num_full: Tensor, max_pairs: int) -> Items:
     """Every tile's pairs in items of at most `max_pairs`, largest first."""
     tile, start, count = cut_ranges(tile_indptr.diff(), max_pairs)
     begin = tile_indptr[:-1][tile] + start
+    end = begin + count
     num_items = torch.bincount(tile, minlength=tile_indptr.numel() - 1)
     is_cut = num_items[tile] > 1
     partial = torch.where(is_cut, is_cut.cumsum(0) - 1, -1)
@@ -307,7 +329,8 @@ def cut_items(tile_indptr: Tensor, max_pairs: int) -> Items:
     return Items(
         item_tile=tile[order],
         item_begin=begin[order],
-        item_end=(begin + count)[order],
+        item_full_begin=torch.clamp((tile_indptr[1:] - num_full)[tile], begin, end)[order],
+        item_end=end[order],
         item_partial=partial[order],
         summed_tile=torch.nonzero(num_items > 1).flatten(),
         partial_indptr=_row_starts(num_items[num_items > 1]),

@@ -172,6 +172,7 @@ def plan(
         tile_kv=tile_kv,
         num_kv_splits=num_kv_splits,
         num_processors=_count_processors(device),
+        has_score_rules=bool(score_rules),
     )
     _check_geometry(geometry, page_size, num_pages)
     if candidates is not None:

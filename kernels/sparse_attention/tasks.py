@@ -40,7 +40,7 @@ TASK_FIELDS = (
 MERGE_FIELDS = ("q_start", "q_count", "head_start", "head_count", "first_partial", "num_partials")
 
 SMALL_TILE_M = 32
-LARGE_TILE_M = 128
+LARGE_TILE_M = 256
 MIN_TILE_M = 16  # the least a tensor core takes
 PROGRAMS_PER_PROCESSOR = 2
 MIN_TILES_PER_SPLIT = 4
@@ -85,6 +85,7 @@ class Geometry:
     tile_kv: int | None
     num_kv_splits: int | None
     num_processors: int
+    has_score_rules: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +135,10 @@ def _largest_tile_m(geometry: Geometry) -> int:
     """As many rows as registers hold; float32 products have no tensor core and keep whole rows of q in registers."""
     if geometry.element_size > 2:
         return MIN_TILE_M
-    return LARGE_TILE_M if max(geometry.head_dim_qk, geometry.head_dim_vo) <= 128 else LARGE_TILE_M // 2
+    if max(geometry.head_dim_qk, geometry.head_dim_vo) > 128:
+        return LARGE_TILE_M // 4
+    # a rule's own values are as large as the scores, and would be spilled
+    return LARGE_TILE_M // 2 if geometry.has_score_rules else LARGE_TILE_M
 
 
 def choose_shape(max_rows: int, cap: int, heads: int, geometry: Geometry) -> TileShape:
@@ -146,7 +150,12 @@ def choose_shape(max_rows: int, cap: int, heads: int, geometry: Geometry) -> Til
         tile_kv = geometry.tile_kv or 32
         return TileShape(tile_q, heads, tile_m, tile_kv, num_warps=4 if tile_kv == 16 else 8, num_stages=1)
     tile_kv = geometry.tile_kv or (32 if is_wide else 64)
-    return TileShape(tile_q, heads, tile_m, tile_kv, num_warps=8 if tile_m == LARGE_TILE_M else 4, num_stages=3)
+    # measured on an H200 over tile_kv, warps and stages; a decode tile is a stream of loads, and deep stages hide them
+    if tile_m <= SMALL_TILE_M:
+        num_warps, num_stages = (4, 3) if is_wide else (2, 4)
+    else:
+        num_warps, num_stages = 8 if tile_m >= LARGE_TILE_M // 2 else 4, 2
+    return TileShape(tile_q, heads, tile_m, tile_kv, num_warps, num_stages)
 
 
 def _build_tiles(

@@ -43,7 +43,7 @@ def test_an_id_is_words_and_an_idea_is_one_sentence(entry: Deviation) -> None:
 
 
 def test_no_two_entries_have_the_same_idea() -> None:
-    times = Counter(entry.idea for entry in [*ALL, *VARIANTS.values()])
+    times = Counter([*(d.idea for d in ALL), *(v.idea for v in VARIANTS.values())])
     assert [idea for idea, count in times.items() if count > 1] == []
 
 

@@ -1,4 +1,4 @@
-"""The kill matrix: it catches, it tells accidents from catches, it cannot pass by doing nothing; and the judge's power."""
+"""The kill matrix catches, tells accidents from catches and cannot pass by doing nothing; and the judge's power."""
 
 import json
 from dataclasses import replace
@@ -8,18 +8,20 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from attnconform.conformance import kill_matrix
 from attnconform.conformance.adapters.reference_steps import StepsBackend
 from attnconform.conformance.backend import Backend
 from attnconform.conformance.cases.matrix import matrix
 from attnconform.conformance.cases.structure import Case, Structure, ValueKind, named
 from attnconform.conformance.deviations import DEVIATIONS, VARIANTS, Deviation, Variant
 from attnconform.conformance.deviations.deviation import build_backend
+from attnconform.conformance.deviations.judging import rejecting
+from attnconform.conformance.deviations.long_cases import long_cases
+from attnconform.conformance.deviations.records import KillMatrix
 from attnconform.conformance.judge.judge import judge_case
 from attnconform.conformance.judge.membership import check_membership
 from attnconform.conformance.judge.values import check_values
-from attnconform.conformance.kill_matrix import KillMatrix, kill_matrix_command, run
-from attnconform.conformance.policies import POLICIES, Sample, long_cases, rejecting
+from attnconform.conformance.kill_matrix import kill_matrix_command, reseed, run
+from attnconform.conformance.policies import POLICIES, Policy, Sample
 from attnconform.reference.coordinates import Positions
 from attnconform.reference.problem import AttentionProblem, QueryRow
 from attnconform.reference.steps import Steps
@@ -81,7 +83,7 @@ def test_an_empty_matrix_is_an_error() -> None:
 
 def test_a_seed_gives_other_cases_with_ids_of_their_own() -> None:
     case = CASES[0]
-    other = kill_matrix.reseed(case, 1)
+    other = reseed(case, 1)
     assert other.seed != case.seed
     assert other.id != case.id
     assert other.id.rpartition(".")[0] == case.id.rpartition(".")[0]
@@ -106,11 +108,11 @@ def test_the_command_writes_json_and_says_by_its_exit_code_whether_all_is_well(t
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
-def test_a_policy_accepts_the_oracle_and_rejects_a_gross_mistake(policy: object) -> None:
+def test_a_policy_accepts_the_oracle_and_rejects_a_gross_mistake(policy: Policy) -> None:
     oracle = np.linspace(-2, 2, 64)
     right = Sample(oracle, oracle, oracle, "bfloat16")
-    assert policy.accepts(right)  # type: ignore[attr-defined]
-    assert not policy.accepts(replace(right, observed=-oracle))  # type: ignore[attr-defined]
+    assert policy.accepts(right)
+    assert not policy.accepts(replace(right, observed=-oracle))
 
 
 def test_a_mistake_of_lse_alone_is_invisible_to_every_policy() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import fields
 from typing import Any
 
@@ -46,7 +47,7 @@ def test_every_bin_has_k_distinct_rows(pairs: list[tuple[int, int]], k: int, sta
     assert all(
         rows_inside(events, low, high) == n >= k for (low, high), n in zip(spans, histogram.num_rows, strict=True)
     )
-    assert all(high < low for (_, high), (low, _) in zip(spans, spans[1:], strict=False))
+    assert all(high < low for (_, high), (low, _) in itertools.pairwise(spans))
     assert histogram.total == (len(pairs) if len(set(sources.tolist())) >= k else 0)
 
 

@@ -133,4 +133,4 @@ def test_walks_stay_inside_and_move_little() -> None:
     assert path.mean() == pytest.approx(0.5, abs=0.15)
 
 
-PINNED_DRAWS: list[float] = []
+PINNED_DRAWS = [0.5276606555931789, 0.4438074072458269]

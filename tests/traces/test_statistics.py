@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -97,7 +98,7 @@ def test_wide_bins_cover_all_integers_once() -> None:
     low, high = bin_bounds("gap", np.arange(5000))
     assert np.all((low <= np.arange(5000)) & (np.arange(5000) <= high))
     edges = sorted(set(zip(low.tolist(), high.tolist(), strict=True)))
-    assert all(a[1] + 1 == b[0] for a, b in zip(edges, edges[1:], strict=False))
+    assert all(a[1] + 1 == b[0] for a, b in itertools.pairwise(edges))
     assert OCTAVE_LOWS[-1] > 2**40
 
 

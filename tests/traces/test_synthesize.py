@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import itertools
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnconform.traces import CandidateRows, synthesize
-
-if TYPE_CHECKING:
-    from attnconform.traces import Trace
+from attnconform.traces import CandidateRows, GroupKey, Histogram, Trace, synthesize
 
 
 def check_valid(trace: Trace, rows: CandidateRows) -> None:
@@ -55,7 +52,7 @@ def test_rows_are_valid_by_construction(
     )
     assert len(drawn.q_positions) == num_rows
     assert np.all(np.diff(drawn.q_positions) >= 1)
-    assert 0 <= drawn.q_positions[0]
+    assert drawn.q_positions[0] >= 0
     assert drawn.q_positions[-1] < seqlen_kv
     check_valid(trace, drawn)
 
@@ -79,14 +76,26 @@ def test_a_row_does_not_depend_on_how_many_follow(trace: Trace) -> None:
 
 
 def test_rows_are_pinned_for_one_seed(trace: Trace) -> None:
-    rows = draw_rows(trace, selector="block_topk", num_rows=3)
-    assert [rows.row(r).tolist() for r in range(3)] == PINNED
+    def histogram(counts: dict[int, int]) -> Histogram:
+        values, weights = np.array(list(counts)), np.array(list(counts.values()))
+        return Histogram(values, values, weights, values * weights, weights)
+
+    group = {
+        ("candidates", 0, 0): histogram({4: 100}),
+        ("blocks", 0, 0): histogram({4: 100}),
+        ("block_distance", 0, 0): histogram({0: 100, 1: 80, 2: 60, 3: 40, 4: 120}),
+        ("visible_block_distance", 0, 0): histogram({0: 100, 1: 100, 2: 100, 3: 100, 4: 1000}),
+        ("block_overlap", 0, 0): histogram({48: 50, 64: 50}),
+    }
+    by_hand = Trace(trace.header, {GroupKey(0, 0, "prefill", "block_topk"): group})
+    rows = draw_rows(by_hand, selector="block_topk", num_rows=4, seqlen_kv=200)
+    assert [rows.row(r).tolist() for r in range(4)] == PINNED
 
 
 def test_consecutive_rows_share_more_than_independent_ones(trace: Trace) -> None:
     def shared(rows: CandidateRows) -> float:
         lists = [set(rows.row(r).tolist()) for r in range(len(rows.q_positions))]
-        return float(np.mean([len(a & b) / len(b) for a, b in zip(lists, lists[1:], strict=False)]))
+        return float(np.mean([len(a & b) / len(b) for a, b in itertools.pairwise(lists)]))
 
     assert shared(draw_rows(trace, num_rows=32)) > 0.5 + shared(draw_rows(trace, num_rows=32, consecutive=False)) / 2
 

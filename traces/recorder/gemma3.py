@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from attnconform.traces.recorder.tokenizer import Tokenizer
 
@@ -79,8 +79,8 @@ class Gemma3:
     def _attention(self, x: torch.Tensor, layer: int, start: int, observe: Observer) -> torch.Tensor:
         geometry, name = self.geometry, f"blk.{layer}"
         h = self._norm(x, f"{name}.attn_norm")
-        q, k, v = (F.linear(h, self.weights[f"{name}.attn_{part}.weight"]) for part in "qkv")
-        q, k, v = (t.unflatten(1, (-1, geometry.head_dim)).transpose(0, 1) for t in (q, k, v))
+        q, k, v = (functional.linear(h, self.weights[f"{name}.attn_{part}.weight"]) for part in "qkv")
+        q, k, v = (t.reshape(len(x), -1, geometry.head_dim).transpose(0, 1) for t in (q, k, v))
         window = geometry.layer_window(layer)
         base = geometry.rope_base if window is None else LOCAL_ROPE_BASE
         q = rotate(self._norm(q, f"{name}.attn_q_norm"), start, base)
@@ -90,26 +90,28 @@ class Gemma3:
         k, v = self.keys[layer, :, :stop], self.values[layer, :, :stop]
         observe(layer, q, k)
         out = attend(q, k, v, start, window)
-        return F.linear(out.transpose(0, 1).flatten(1), self.weights[f"{name}.attn_output.weight"])
+        return functional.linear(out.transpose(0, 1).flatten(1), self.weights[f"{name}.attn_output.weight"])
 
     def _feed_forward(self, x: torch.Tensor, layer: int) -> torch.Tensor:
         name = f"blk.{layer}"
         h = self._norm(x, f"{name}.ffn_norm")
-        gate = F.gelu(F.linear(h, self.weights[f"{name}.ffn_gate.weight"]), approximate="tanh")
-        return F.linear(
-            gate * F.linear(h, self.weights[f"{name}.ffn_up.weight"]), self.weights[f"{name}.ffn_down.weight"]
+        gate = functional.gelu(functional.linear(h, self.weights[f"{name}.ffn_gate.weight"]), approximate="tanh")
+        return functional.linear(
+            gate * functional.linear(h, self.weights[f"{name}.ffn_up.weight"]), self.weights[f"{name}.ffn_down.weight"]
         )
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         # A GGUF of Gemma stores 1 + weight already.
-        return F.rms_norm(x, (x.shape[-1],), self.weights[f"{name}.weight"], self.geometry.eps)
+        return functional.rms_norm(x, (x.shape[-1],), self.weights[f"{name}.weight"], self.geometry.eps)
 
     @torch.inference_mode()
     def negative_log_likelihoods(self, hidden: torch.Tensor, targets: torch.Tensor, rows: int = 128) -> torch.Tensor:
         """-ln p(target) of each row, in float32, a few rows at a time: the vocabulary is large."""
         embedding = self.weights["token_embd.weight"]
-        parts = zip(hidden.split(rows), targets.split(rows), strict=True)
-        return torch.cat([F.cross_entropy(F.linear(h, embedding), t, reduction="none") for h, t in parts])
+        parts = [slice(first, first + rows) for first in range(0, len(targets), rows)]
+        logits = (functional.linear(hidden[part], embedding) for part in parts)
+        losses = [functional.cross_entropy(x, targets[p], reduction="none") for x, p in zip(logits, parts, strict=True)]
+        return torch.cat(losses)
 
 
 def rotate(x: torch.Tensor, start: int, base: float) -> torch.Tensor:  # (heads, seqlen, head_dim)

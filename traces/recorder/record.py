@@ -143,7 +143,7 @@ def tile_starts(prefill: int, num_tiles: int) -> list[int]:
     """First rows of the tiles: one at random in each of num_tiles equal stretches."""
     edges = np.arange(num_tiles + 1) * prefill // num_tiles
     room = np.diff(edges) - TILE_ROWS + 1
-    return (edges[:-1] + (draw(0, "tiles", 0, num_tiles) * room).astype(np.int64)).tolist()
+    return [int(start) for start in edges[:-1] + (draw(0, "tiles", 0, num_tiles) * room).astype(np.int64)]
 
 
 def observer(selections: Selections, geometry: Geometry, phase: str, starts: list[int] | None) -> Observer:
@@ -189,7 +189,7 @@ def save_selections(path: Path, selections: Selections, perplexity: dict[str, fl
     for key, tiles in selections.items():
         name = f"{key.layer}/{key.kv_head}/{key.phase}/{key.selector}"
         arrays |= {f"{name}/{part}": np.stack([getattr(t, part) for t in tiles]) for part in _array_names(tiles[0])}
-    np.savez_compressed(path, **arrays)
+    np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
 
 
 def load_selections(path: Path) -> tuple[Selections, dict[str, float]]:

@@ -18,6 +18,8 @@ from attnconform.traces.statistics import SelectedRows
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from attnconform.traces.statistics import Granularity
+
 BLOCK_SIZE = 64
 SINKS = 4
 WINDOW = 256
@@ -94,18 +96,18 @@ SELECTORS: dict[str, Callable[[Rows], SelectedRows]] = {
 
 def block_scores(rows: Rows, own: torch.Tensor) -> torch.Tensor:  # -> (group_size, rows, blocks)
     """Query times mean key of each block; in the row's own block only keys up to the row are averaged."""
-    blocks = rows.k.split(BLOCK_SIZE)
-    means = torch.stack([block.mean(0) for block in blocks])
+    starts = range(0, len(rows.k), BLOCK_SIZE)
+    means = torch.stack([rows.k[start : start + BLOCK_SIZE].mean(0) for start in starts])
     first = own * BLOCK_SIZE
     so_far = [rows.k[a : i + 1].mean(0) for a, i in zip(first.tolist(), rows.q_positions.tolist(), strict=True)]
-    scores = rows.q @ means.T
+    scores: torch.Tensor = rows.q @ means.T
     scores[:, torch.arange(len(own)), own] = (rows.q * torch.stack(so_far)).sum(-1)
     return scores
 
 
 def probabilities(scores: torch.Tensor, visible: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Softmax of the scaled scores over the visible ids, per query head."""
-    return (scores * head_dim**-0.5).masked_fill(~visible, -torch.inf).softmax(-1)
+    return torch.softmax((scores * head_dim**-0.5).masked_fill(~visible, -torch.inf), -1)
 
 
 def top_ids(scores: torch.Tensor, budget: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,7 +132,7 @@ def pack(
     ties: torch.Tensor | None,
     private: torch.Tensor,  # (group_size, rows, width)
     *,
-    granularity: str,
+    granularity: Granularity,
 ) -> SelectedRows:
     """The selection as arrays, with the size of the union of the heads' private selections."""
     union = [row.unique() for row in private.transpose(0, 1).flatten(1)]

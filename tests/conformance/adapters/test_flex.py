@@ -22,10 +22,14 @@ def first_case(**axes: str) -> Case:
 @pytest.mark.parametrize(
     "axes",
     [
-        {"granularity": "token", "score": "alibi_softcap", "dtype": "bfloat16"},
-        {"granularity": "block", "mask": "causal_or_document", "dtype": "float16"},
-        {"granularity": "dense", "mask": "prefix", "dtype": "float32"},
+        {"score": "alibi_softcap"},
+        {"mask": "causal_or_document"},
+        {"mask": "prefix"},
+        {"granularity": "token"},
+        {"dtype": "bfloat16"},
+        {"dtype": "float16"},
     ],
+    ids=str,
 )
 def test_eager_conforms_with_membership_in_its_mask(axes: dict[str, str]) -> None:
     assert judge_case(first_case(**axes), FlexEager()).state == "PASS"

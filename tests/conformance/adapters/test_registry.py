@@ -66,7 +66,10 @@ def test_an_entry_point_loads_by_its_name(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ("tritn", "'tritn', but must be MODULE:CLASS or one of flex-compiled, flex-eager"),
         ("adapters_nowhere:Good", "adapters_nowhere does not import: ModuleNotFoundError"),
-        ("adapters_that_fail:Good", "adapters_that_fail does not import: ModuleNotFoundError: No module named 'a_package"),
+        (
+            "adapters_that_fail:Good",
+            "adapters_that_fail does not import: ModuleNotFoundError: No module named 'a_package",
+        ),
         ("adapters_under_test:Bad", "adapters_under_test has no Bad"),
         ("adapters_under_test:Other", "Other in adapters_under_test is not a subclass of Backend"),
         ("adapters_under_test:Failing", "did not start: RuntimeError: no driver at all"),

@@ -61,7 +61,9 @@ def mask_of(rule: MaskRule | None) -> np.ndarray:
 
 def reference_mask(rule: MaskRule) -> np.ndarray:
     q_idx = np.arange(ROWS)[:, None]
-    masks = [mask_allows(rule, n, q_idx + offset, np.arange(KEYS)) for n, offset in zip(REQUESTS, Q_OFFSET, strict=True)]
+    masks = [
+        mask_allows(rule, n, q_idx + offset, np.arange(KEYS)) for n, offset in zip(REQUESTS, Q_OFFSET, strict=True)
+    ]
     return np.broadcast_to(np.stack(masks)[:, None], (len(REQUESTS), HEADS, ROWS, KEYS))
 
 

@@ -458,6 +458,25 @@ def test_a_hot_tile_cut_into_items_gives_the_same_gradients() -> None:
     check_gradients(case, numbers, got)
 
 
+@pytest.mark.parametrize("kind", ["dense", "listed", "scored"])
+def test_pairs_that_need_no_mask_are_found_and_give_the_same_gradients(kind: str) -> None:
+    """One request on neighbouring pages, so that slot tiles are runs of positions."""
+    case = Case(seqlen_q=(20,), seqlen_kv=(48,), page_table=(tuple(range(12)),), mask_rule=Causal(), seed=16)
+    if kind == "listed":
+        lists = tuple((block % 3, 1, 2) for block in range(20))
+        case = replace(case, lists=lists, sharing="shared", block_size=16, num_qo_heads=2, num_kv_heads=1)
+    elif kind == "scored":
+        case = replace(case, score_rules=(Alibi((0.5, 0.25, 0.125, -0.3)),))
+    numbers, the_plan = draw_numbers(case), make_plan(case)
+    transposed = transpose_plan(the_plan, tile_kv=16)
+    assert transposed.shape.is_packed == (kind == "listed")
+    items = transposed.items
+    assert torch.any(items.item_full_begin < items.item_end)
+    assert torch.any(items.item_full_begin > items.item_begin)
+    got = differentiate(case, to_tensors(case, numbers), the_plan=the_plan, transposed=transposed)
+    check_gradients(case, numbers, got)
+
+
 @pytest.mark.parametrize(("tile_kv", "tile_m"), [(16, 64), (64, 16), (32, 32)])
 def test_tiles_of_the_transpose_do_not_change_gradients(tile_kv: int, tile_m: int) -> None:
     for case in (

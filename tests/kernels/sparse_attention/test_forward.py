@@ -317,6 +317,11 @@ def test_window_and_sink_positions_join_the_list_of_each_row_alone(q_block_size,
     check(Case(sharing="query_head", q_block_size=q_block_size, window=window, mask_rule=Window(left=30), seed=4))
 
 
+def test_rows_of_a_block_in_tiles_of_their_own_keep_their_own_windows():
+    heads = {"num_qo_heads": 16, "num_kv_heads": 1}
+    check(Case(seqlen_q=(3,), seqlen_kv=(30,), sharing="kv_head", q_block_size=4, window=2, **heads))
+
+
 @pytest.mark.parametrize("splits", [1, 2, 3, 8])
 def test_split_count_changes_nothing(splits):
     sinks = (0.5, -1.0, 3.0, 0.0)
@@ -337,6 +342,17 @@ def test_page_size_changes_nothing(page_size):
 def test_every_head_dim_and_dtype(head_dim_qk, head_dim_vo, dtype):
     shape = {"head_dim_qk": head_dim_qk, "head_dim_vo": head_dim_vo, "dtype": dtype}
     check(Case(seqlen_q=(3, 1), seqlen_kv=(20, 17), mask_rule=Causal(), num_kv_splits=2, **shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_output_is_rounded_to_nearest_even(dtype):
+    """The mean of two neighbours of [1, 2) is exact in float32 and a tie."""
+    case, steps = Case(seqlen_q=(1,), seqlen_kv=(2,), dtype=dtype), {torch.bfloat16: 128, torch.float16: 1024}[dtype]
+    case.q.zero_()
+    slot, rest = torch.arange(len(case.v))[:, None, None], torch.arange(128).reshape(2, 64)
+    case.v = (1 + (slot + rest * 5) % steps / steps).to(dtype)
+    first, second = case.v[case.slots(0)].float().repeat_interleave(case.group_size, dim=1)
+    assert torch.equal(run_case(case)[0][0], ((first + second) / 2).to(dtype))
 
 
 @pytest.mark.parametrize(("num_qo_heads", "num_kv_heads"), [(4, 4), (6, 2), (7, 1), (14, 2)])

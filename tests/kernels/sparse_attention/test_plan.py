@@ -314,6 +314,7 @@ def test_tasks_cover_every_row_and_key_once(splits, sharing):
     assert list(runs) == [(row, head) for row in range(9) for head in range(4)]
     for (row, head), spans in runs.items():
         assert all(before[1] == after[0] for before, after in itertools.pairwise(spans))
+        assert len(spans) <= splits
         assert len(spans) == 1 or all(start < end for start, end in spans)
         assert all((end - start) % 16 == 0 for start, end in spans[:-1])
         positions = range(spans[0][0], spans[-1][1])

@@ -15,7 +15,7 @@ def small_model() -> Gemma3:
     shapes = {"attn_q": (64, hidden), "attn_k": (16, hidden), "attn_v": (16, hidden), "attn_output": (hidden, 64)}
     shapes |= {"ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner)}
     shapes |= {"attn_q_norm": (16,), "attn_k_norm": (16,)}
-    shapes |= {name: (hidden,) for name in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")}
+    shapes |= dict.fromkeys(("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"), (hidden,))
     names = {f"blk.{layer}.{name}.weight": shape for layer in range(7) for name, shape in shapes.items()}
     names |= {"token_embd.weight": (50, hidden), "output_norm.weight": (hidden,)}
     weights = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in names.items()}

@@ -1,0 +1,181 @@
+"""Checks of the structures that a backend builds: the reference passes, every mistake is found and named."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from attnconform.conformance import clauses
+from attnconform.conformance.adapters.reference_steps import StepsBackend
+from attnconform.conformance.adapters.reference_structures import COSTS, ReferenceStructures
+from attnconform.conformance.backend import Backend
+from attnconform.conformance.cases.matrix import matrix
+from attnconform.conformance.cases.structures import structure_cases
+from attnconform.conformance.deviations.deviation import DEVIATIONS, Deviation
+from attnconform.conformance.deviations.structures import AREAS
+from attnconform.conformance.judge.cost_structures import questions
+from attnconform.conformance.judge.judge import run_checks
+from attnconform.conformance.judge.structures import STRUCTURE_CHECKS, STRUCTURE_CLAUSES
+from attnconform.conformance.judge.trial import Trial
+from attnconform.conformance.judge.verdict import Finding
+from attnconform.conformance.structures import METHODS, Structures, offers, offers_any
+from attnconform.reference.block_mask import BlockMask
+from attnconform.reference.candidates import HOLE
+from attnconform.reference.coordinates import IntArray
+from attnconform.reference.errors import RefusedInput
+from attnconform.reference.problem import AttentionProblem
+
+CASES = structure_cases(matrix("L1"), STRUCTURE_CLAUSES)
+MODULES = {area.__name__ for area in AREAS}
+MISTAKES = [d for d in DEVIATIONS.values() if getattr(d.build, "args", (None,))[0].__module__ in MODULES]
+NEW_AREAS = ("FORMAT", "COST")
+NEW_BLOCK_CLAUSES = {
+    "BLOCK-RAGGED", "BLOCK-EXTENT", "BLOCK-CONSERVATIVE", "BLOCK-INTERVAL", "BLOCK-CANDIDATES", "BLOCK-INTERSECT",
+    "BLOCK-UNITE", "BLOCK-BROADCAST-HEADS", "BLOCK-BROADCAST-BATCH", "BLOCK-OFFSET", "BLOCK-SLICE", "BLOCK-CROP",
+    "BLOCK-ADMIT", "BLOCK-PHYSICAL", "BLOCK-UNTOUCHED", "BLOCK-STATISTICS",
+}  # fmt: skip
+
+
+def findings_of(backend: Backend) -> Iterator[Finding]:
+    """What the structure checks find, case after case."""
+    for case in CASES:
+        yield from run_checks(Trial(case, backend), STRUCTURE_CHECKS)
+
+
+def test_the_reference_passes_every_check_on_every_case() -> None:
+    assert [f.message for f in findings_of(ReferenceStructures())] == []
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda d: d.id)
+def test_a_mistake_is_found_and_its_clause_named(mistake: Deviation) -> None:
+    found = next((f for f in findings_of(mistake.build()) if mistake.clause in f.clauses), None)
+    assert found is not None
+    assert found.state not in ("CRASH", "HARNESS_ERROR"), found.message
+    assert "\n" not in found.message
+
+
+@pytest.mark.parametrize("mistake", MISTAKES[::7], ids=lambda d: d.id)
+def test_no_mistake_crashes_the_suite(mistake: Deviation) -> None:
+    assert "HARNESS_ERROR" not in {f.state for f in findings_of(mistake.build())}
+
+
+def test_every_new_clause_has_a_check_and_a_mistake() -> None:
+    wanted = {i for i in clauses.CLAUSES if i.split("-")[0] in NEW_AREAS} | NEW_BLOCK_CLAUSES
+    assert wanted <= set(STRUCTURE_CLAUSES)
+    assert wanted <= {d.clause for d in MISTAKES}
+    assert len(MISTAKES) >= len(wanted)
+
+
+def test_a_backend_that_offers_nothing_is_not_judged() -> None:
+    backend = StepsBackend()
+    assert not offers_any(backend)
+    assert list(findings_of(backend)) == []
+    assert Trial(CASES[0], backend).calls == 0
+
+
+def test_a_backend_is_judged_by_what_it_offers_alone() -> None:
+    class Partly(StepsBackend, Structures):
+        def transpose(self, block_mask: BlockMask) -> BlockMask:
+            return block_mask
+
+    backend = Partly()
+    assert [method for method in METHODS if offers(backend, method)] == ["transpose"]
+    assert {f.clauses for f in findings_of(backend)} == {("BLOCK-TRANSPOSE",)}
+
+
+def test_a_figure_that_a_backend_does_not_give_is_not_judged() -> None:
+    class GivesOneFigure(StepsBackend, Structures):
+        def cost(self, name: str, arguments: dict[str, object]) -> float:  # type: ignore[override]
+            if name != "hot_atomics":
+                raise NotImplementedError(name)
+            return float(COSTS[name](**arguments))
+
+    assert list(findings_of(GivesOneFigure())) == []
+
+
+def test_every_figure_of_the_reference_is_asked_for_but_those_that_repeat_another() -> None:
+    asked = {question.name for question in questions()}
+    assert set(COSTS) - asked == {"break_even_reads", "total_time"}  # gather_time solved for r; speedup's own sum
+
+
+def test_a_method_that_raises_is_a_crash_and_names_the_error() -> None:
+    class Raises(ReferenceStructures):
+        def to_fixed_width(self, indptr: IntArray, indices: IntArray, width: int) -> IntArray:
+            raise IndexError("out of bounds")
+
+    found = next(f for f in findings_of(Raises()) if f.state == "CRASH")
+    assert "IndexError: out of bounds" in found.message
+
+
+def test_a_refusal_of_sound_arguments_is_no_refusal_but_a_crash() -> None:
+    class Refuses(ReferenceStructures):
+        def canonicalize(self, problem: AttentionProblem):  # type: ignore[no-untyped-def]
+            raise RefusedInput("SET-RANGE", "indices", 3, "I do not like it")
+
+    assert "refused a sound problem" in next(f.message for f in findings_of(Refuses()) if f.state == "CRASH")
+
+
+# -- faithful variants -------------------------------------------------------------------------------------------------
+
+
+class ListsBlocksBackwards(ReferenceStructures):
+    """The order within a row is free."""
+
+    def build_block_mask(self, problem: AttentionProblem, q_block_size: int, kv_block_size: int):  # type: ignore[no-untyped-def]
+        built = super().build_block_mask(problem, q_block_size, kv_block_size)
+        for mask in built:
+            for lists in (mask.full, mask.partial):
+                for row in range(mask.num_rows):
+                    lists.of(row)[:] = lists.of(row)[::-1].copy()
+        return built
+
+
+class CallsEverythingPartial(ReferenceStructures):
+    """A full block may be listed as partial."""
+
+    def build_block_mask(self, problem: AttentionProblem, q_block_size: int, kv_block_size: int):  # type: ignore[no-untyped-def]
+        from attnconform.conformance.deviations.block_structures import full_pairs, partial_pairs, with_pairs
+
+        none = np.empty(0, dtype=np.int64)
+        built = super().build_block_mask(problem, q_block_size, kv_block_size)
+        return [with_pairs(m, none, np.sort(np.concatenate([full_pairs(m), partial_pairs(m)]))) for m in built]
+
+
+class PutsHolesFirst(ReferenceStructures):
+    """Holes may stand anywhere in a row."""
+
+    def to_fixed_width(self, indptr: IntArray, indices: IntArray, width: int) -> IntArray:
+        fixed = super().to_fixed_width(indptr, indices, width)
+        rows = [[*[HOLE] * (row == HOLE).sum(), *row[row != HOLE]] for row in fixed]
+        return np.array(rows, dtype=np.int64).reshape(fixed.shape)
+
+
+class NeverCrops(ReferenceStructures):
+    """A mask may always be rebuilt."""
+
+    def crop(self, mask_of, block_mask, seqlen):  # type: ignore[no-untyped-def]
+        return None
+
+    def admit(self, mask_of, max_seqlen, q_block_size, kv_block_size):  # type: ignore[no-untyped-def]
+        return False
+
+
+class ShufflesTasks(ReferenceStructures):
+    """The order of tasks, runs and canonical entries is free."""
+
+    def task_table(self, indptr, target, row_ids, generations):  # type: ignore[no-untyped-def]
+        table = super().task_table(indptr, target, row_ids, generations)
+        return table.take(np.random.default_rng(0).permutation(len(table)))
+
+    def to_physical(self, mask, page_table_row, page_size, num_pages):  # type: ignore[no-untyped-def]
+        from attnconform.reference.blocks.physical import PhysicalBlockMask, sort_by_slot
+
+        right = super().to_physical(mask, page_table_row, page_size, num_pages)
+        return PhysicalBlockMask(sort_by_slot(right.full), sort_by_slot(right.partial))
+
+
+@pytest.mark.parametrize(
+    "variant", [ListsBlocksBackwards, CallsEverythingPartial, PutsHolesFirst, NeverCrops, ShufflesTasks]
+)
+def test_what_a_clause_leaves_free_is_accepted(variant: type[ReferenceStructures]) -> None:
+    assert [f.message for f in findings_of(variant())] == []

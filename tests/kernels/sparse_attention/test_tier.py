@@ -1,0 +1,160 @@
+"""A tier gives what a fresh plan gives, at every update, and refuses what does not fit it."""
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+
+from attnconform.kernels.sparse_attention import CandidateLists, PlanError, plan, run
+from attnconform.kernels.sparse_attention.tier import plan_tier
+
+PAGE_SIZE, NUM_PAGES, HEAD_DIM = 8, 24, 32
+COMMON = {
+    "page_size": PAGE_SIZE,
+    "num_pages": NUM_PAGES,
+    "num_qo_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim_qk": HEAD_DIM,
+    "head_dim_vo": HEAD_DIM,
+    "sm_scale": 0.2,
+    "dtype": torch.float32,
+    "device": "cpu",
+}
+LISTS_PER_ROW = {"query_head": 4, "kv_head": 2, "shared": 1}
+
+
+def draw(granularity, sharing, seqlens, seed):
+    """Lengths, pages and lists with holes, duplicates and no order."""
+    generator = torch.Generator().manual_seed(seed)
+    block_size = 1 if granularity == "token" else 4
+    table = torch.randperm(NUM_PAGES, generator=generator)[: len(seqlens) * 8].view(len(seqlens), 8).int()
+    lists = []
+    for n in seqlens:
+        for _ in range(LISTS_PER_ROW[sharing]):
+            ids = torch.randperm(-(-n // block_size), generator=generator)[: max(1, n // 3)].tolist()
+            lists.append([-1, *ids, *ids[:2], -1])
+    lengths = torch.tensor([len(x) for x in lists])
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int()
+    indices = torch.tensor([i for x in lists for i in x], dtype=torch.int32)
+    return torch.tensor(seqlens, dtype=torch.int32), table, indptr, indices, block_size
+
+
+def make_tier(granularity, sharing, batch_size, block_size, **options):
+    return plan_tier(
+        **COMMON,
+        batch_size=batch_size,
+        capacity=64,
+        max_seqlen_kv=64,
+        granularity=granularity,
+        block_size=block_size,
+        sharing=sharing,
+        **options,
+    )
+
+
+def expected(seqlens, table, indptr, indices, block_size, granularity, sharing, tensors):
+    """A fresh plan of the same lists."""
+    lists = CandidateLists(
+        granularity=granularity, sharing=sharing, indptr=indptr, indices=indices, block_size=block_size
+    )
+    fresh = plan(
+        **COMMON,
+        qo_indptr=torch.arange(len(seqlens) + 1),
+        seqlen_kv=seqlens,
+        page_table=torch.where(torch.arange(8) < -(-seqlens // PAGE_SIZE)[:, None], table, -1).int(),
+        candidates=lists,
+    )
+    return fresh, run(fresh, *tensors)
+
+
+def tensors_of(batch_size, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(batch_size, 4, HEAD_DIM, generator=generator)
+    k, v = (torch.randn(NUM_PAGES, PAGE_SIZE, 2, HEAD_DIM, generator=generator) for _ in range(2))
+    return q, k, v
+
+
+@pytest.mark.parametrize("sharing", ["query_head", "kv_head", "shared"])
+@pytest.mark.parametrize("granularity", ["token", "block"])
+@pytest.mark.parametrize("num_kv_splits", [1, 3])
+def test_a_tier_gives_the_lists_and_outputs_of_a_fresh_plan(granularity, sharing, num_kv_splits):
+    tensors = tensors_of(2)
+    seqlens, table, indptr, indices, block_size = draw(granularity, sharing, [37, 64], seed=1)
+    tier = make_tier(granularity, sharing, 2, block_size, num_kv_splits=num_kv_splits)
+    tier.update(seqlen_kv=seqlens, page_table=table, indptr=indptr, indices=indices)
+    tier.raise_if_refused()
+    fresh, (want_out, want_lse) = expected(seqlens, table, indptr, indices, block_size, granularity, sharing, tensors)
+    for i in range(tier.num_lists):
+        begin, end = fresh.list_indptr[i : i + 2].tolist()
+        ours = slice(i * tier.capacity, i * tier.capacity + int(tier.list_lengths[i]))
+        assert torch.equal(tier.plan.list_positions[ours], fresh.list_positions[begin:end])
+        assert torch.equal(tier.plan.list_slots[ours], fresh.list_slots[begin:end])
+    out, lse = run(tier.plan, *tensors)
+    torch.testing.assert_close(out, want_out, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(lse, want_lse, rtol=2e-6, atol=2e-6)
+
+
+def test_an_update_forgets_the_one_before():
+    tensors = tensors_of(2)
+    tier = make_tier("token", "kv_head", 2, 1, num_kv_splits=2)
+    long, short = draw("token", "kv_head", [64, 60], seed=2), draw("token", "kv_head", [3, 9], seed=3)
+    for seqlens, table, indptr, indices, block_size in (short, long, short):
+        tier.update(seqlen_kv=seqlens, page_table=table, indptr=indptr, indices=indices)
+        tier.raise_if_refused()
+        _, (want, _) = expected(seqlens, table, indptr, indices, block_size, "token", "kv_head", tensors)
+        torch.testing.assert_close(run(tier.plan, *tensors)[0], want, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(("entry", "bad"), [(1, 37), (2, -2), (1, 2**31 - 1)])
+def test_an_id_outside_the_request_is_named_and_its_rows_stay_unwritten(entry, bad):
+    q, k, v = tensors_of(2)
+    seqlens, table, indptr, indices, _ = draw("token", "shared", [37, 64], seed=4)
+    indices[entry] = bad
+    tier = make_tier("token", "shared", 2, 1, num_kv_splits=2)
+    tier.update(seqlen_kv=seqlens, page_table=table, indptr=indptr, indices=indices)
+    out = torch.full_like(q, 7.0)
+    run(tier.plan, q, k, v, out=out)
+    assert (out[0] == 7).all()
+    assert (out[1] != 7).all()
+    with pytest.raises(PlanError, match=rf"^indices\[{entry}\] is refused.*\[SET-RANGE\]$"):
+        tier.raise_if_refused()
+    tier.raise_if_refused()
+
+
+def test_a_page_outside_the_pool_is_named():
+    seqlens, table, indptr, indices, _ = draw("token", "shared", [64, 64], seed=5)
+    table[1] = NUM_PAGES
+    tier = make_tier("token", "shared", 2, 1)
+    tier.update(seqlen_kv=seqlens, page_table=table, indptr=indptr, indices=indices)
+    with pytest.raises(PlanError, match=r"^page_table\[1, \d\] is refused, but num_pages is 24 \[COORD-PAGE-RANGE\]$"):
+        tier.raise_if_refused()
+
+
+def test_a_list_longer_than_the_tier_is_refused_and_overruns_nothing():
+    seqlens, table, _, _, _ = draw("token", "shared", [64, 64], seed=6)
+    tier = plan_tier(**COMMON, batch_size=2, capacity=16, max_seqlen_kv=64, granularity="token", sharing="shared")
+    indptr, indices = torch.tensor([0, 17, 20], dtype=torch.int32), torch.arange(20, dtype=torch.int32)
+    tier.plan.list_slots.fill_(-5)
+    tier.update(seqlen_kv=seqlens, page_table=table, indptr=indptr, indices=indices)
+    assert (tier.plan.list_slots[19:] == -5).all()
+    assert tier.list_lengths.tolist() == [0, 3]
+    with pytest.raises(PlanError, match=r"^list is 0, but it has more tokens than the tier's 16 \[SAFE-SHAPE\]$"):
+        tier.raise_if_refused()
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"seqlen_kv": torch.zeros(3, dtype=torch.int32)}, "seqlen_kv.shape"),
+        ({"indptr": torch.zeros(5)}, "indptr.dtype"),
+        ({"page_table": torch.zeros((8, 2), dtype=torch.int32).t()}, r"page_table.stride\(\)"),
+    ],
+)
+def test_an_update_with_unfit_tensors_is_refused_by_name(change, name):
+    seqlens, table, indptr, indices, _ = draw("token", "kv_head", [37, 64], seed=7)
+    tier = make_tier("token", "kv_head", 2, 1)
+    given = {"seqlen_kv": seqlens, "page_table": table, "indptr": indptr, "indices": indices} | change
+    with pytest.raises(PlanError, match=f"^{name} is"):
+        tier.update(**given)
