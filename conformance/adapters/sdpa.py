@@ -7,7 +7,7 @@ are two backends: a mixed one would have no numerics to declare. Soft caps and s
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from attnconform.conformance.adapters.per_request import Attended, PerRequest
 from attnconform.conformance.backend import Capabilities, OneOf, Unavailable
@@ -96,12 +96,14 @@ class SdpaFlashCpu(PerRequest):
         super().__init__(device)
 
     def attend(self, problem: ProblemView, request: int, q: Tensor, k: Tensor, v: Tensor) -> Attended:
-        group_size = problem.spec.group_size
+        # The kernel divides by the number of keys, and the process ends: a request without any gets one that is masked.
+        room = int(k.shape[1] == 0)
+        keys, values = (pad(x, (0, 0, 0, room)).repeat_interleave(problem.spec.group_size, dim=0) for x in (k, v))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q[None],
-            k.repeat_interleave(group_size, dim=0)[None],
-            v.repeat_interleave(group_size, dim=0)[None],
-            attn_mask=additive_mask(problem, request)[None],
+            keys[None],
+            values[None],
+            attn_mask=pad(additive_mask(problem, request), (0, room), value=float("-inf"))[None],
             scale=problem.spec.sm_scale,
         )
         return Attended(out[0], lse[0], "flash")

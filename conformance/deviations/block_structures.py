@@ -210,17 +210,11 @@ def first_head(blocks: BlockMask) -> BlockMask:
 
 @deviates("BLOCK-BROADCAST-BATCH", fault_class="B", report="article 2, 2.2: batch axis None with documents that differ")
 class BuildsOneRequestForAll(ReferenceStructures):
-    """The block mask of the longest request, cropped, stands for every request."""
+    """Requests of equal lengths share the block mask of the first of them."""
 
     def build_block_mask(self, problem: AttentionProblem, q_block_size: int, kv_block_size: int) -> Sequence[BlockMask]:
         built = super().build_block_mask(problem, q_block_size, kv_block_size)
-        donor = built[int(np.argmax(problem.seqlen_kv))]
-        return [
-            replace(crop_lengths(donor, blocks.seqlen_q, blocks.seqlen_kv))
-            if blocks.seqlen_q <= donor.seqlen_q
-            else blocks
-            for blocks in built
-        ]
+        return [next(other for other in built if other.shape == blocks.shape) for blocks in built]
 
 
 @deviates(

@@ -28,7 +28,8 @@ ENOUGH_JUDGED = 3  # cases after which a related kill will do, where none names 
 MAX_JUDGED = 12  # cases of a clause that a deviation is given to show itself
 POLICY_CASES = 3  # cases of a deviation that policies are measured on
 VARIANT_CASES = 60  # a variant sees at least so many, where there are
-NOT_A_KILL: frozenset[State] = CONFORMING | {"UNSUPPORTED", "UNRESOLVED", "VACUOUS", "HARNESS_ERROR"}
+NOT_A_KILL: frozenset[State] = CONFORMING | {"UNSUPPORTED", "VACUOUS", "HARNESS_ERROR"}
+WITH_NUMBERS = ("forward", "backward")  # operations whose outputs can be laid beside the reference's
 
 
 def score(entry: Deviation | Variant, cases: Sequence[Case]) -> DeviationScore | VariantScore:
@@ -39,16 +40,12 @@ def score(entry: Deviation | Variant, cases: Sequence[Case]) -> DeviationScore |
 def score_deviation(deviation: Deviation, cases: Sequence[Case]) -> DeviationScore:
     """Judges case after case until a finding names the deviation's clause, or a few where a related one has to do."""
     screen = Screen(deviation, cases)
-    kills: list[Kill] = []
-    errors: list[str] = []
-    judged = 0
-    for case in screen.worth_judging():
-        result = judge_case(case, deviation.build())
-        judged += 1
-        kills += kills_of(result, deviation.clause)
-        errors += [f"{deviation.id} on {case.id}: {f.message}" for f in result.findings if f.state == "HARNESS_ERROR"]
-        if any(kill.is_named for kill in kills) or (outcome_of(kills) == "killed" and judged >= ENOUGH_JUDGED):
+    results: list[CaseResult] = []
+    for group in screen.groups():
+        judge_until_killed(deviation, group, results)
+        if is_enough(results, deviation.clause):
             break
+    kills = [kill for result in results for kill in kills_of(result, deviation.clause)]
     designed = screen.first_shown(POLICY_CASES)
     random = [case for case in long_cases() if shows(case, deviation.build())]
     return DeviationScore(
@@ -58,14 +55,39 @@ def score_deviation(deviation: Deviation, cases: Sequence[Case]) -> DeviationSco
         report=deviation.report,
         fault_class=deviation.fault_class,
         outcome=outcome_of(kills),
-        judged=judged,
+        judged=len(results),
         kills=tuple(kills),
-        harness_errors=tuple(errors),
+        harness_errors=tuple(harness_errors(deviation.id, results)),
         policy_cases={"designed": len(designed), "random": len(random)},
         rejected_by={
             name: policies_rejecting(deviation, seen) for name, seen in (("designed", designed), ("random", random))
         },
     )
+
+
+def judge_until_killed(deviation: Deviation, cases: Iterator[Case], results: list[CaseResult]) -> None:
+    """Adds verdicts to results, MAX_JUDGED at most; a case that the deviation's backend does not run is none."""
+    limit = len(results) + MAX_JUDGED
+    for case in cases:
+        result = judge_case(case, deviation.build())
+        if result.state != "UNSUPPORTED":
+            results.append(result)
+        if len(results) >= limit or is_enough(results, deviation.clause):
+            return
+
+
+def is_enough(results: Sequence[CaseResult], clause: str) -> bool:
+    """Whether some finding names the clause, or a few cases were judged and a related finding has to do."""
+    kills = [kill for result in results for kill in kills_of(result, clause)]
+    return any(kill.is_named for kill in kills) or (outcome_of(kills) == "killed" and len(results) >= ENOUGH_JUDGED)
+
+
+def harness_errors(deviation_id: str, results: Sequence[CaseResult]) -> Iterator[str]:
+    """Faults of the suite itself, a line each."""
+    for result in results:
+        for finding in result.findings:
+            if finding.state == "HARNESS_ERROR":
+                yield f"{deviation_id} on {result.case_id}: {finding.message}"
 
 
 def outcome_of(kills: Sequence[Kill]) -> Outcome:
@@ -126,41 +148,35 @@ class Screen:
         self.deviation = deviation
         ordered = sorted(cases, key=lambda case: hashlib.sha256(f"{deviation.id} {case.id}".encode()).digest())
         self.tagged = [case for case in ordered if is_tagged(case, deviation.clause)]
-        self.others = [case for case in ordered if not is_tagged(case, deviation.clause)]
+        with_numbers = [case for case in ordered if case.operation in WITH_NUMBERS]
+        self.others = [case for case in with_numbers if not is_tagged(case, deviation.clause)]
         self.verdicts: dict[str, bool] = {}
 
-    def worth_judging(self) -> Iterator[Case]:
+    def groups(self) -> Iterator[Iterator[Case]]:
         """Cases of the clause on which it shows, cases of the clause on which it does not, others on which it does."""
-        shown = 0
-        for case in self.tagged:
-            if shown < MAX_JUDGED and self.shows(case):
-                shown += 1
-                yield case
-        yield from [case for case in self.tagged if not self.verdicts.get(case.id, False)][:MAX_JUDGED]
-        for case in [case for case in self.others if self.shows(case)][:MAX_JUDGED]:
-            yield case
+        yield (case for case in self.tagged if self.shows(case))
+        yield (case for case in self.tagged if not self.shows(case))
+        yield (case for case in self.others if self.shows(case))
 
     def first_shown(self, count: int) -> list[Case]:
         """The first cases of the clause on which it shows in its numbers."""
         found: list[Case] = []
         for case in self.tagged:
-            if len(found) < count and case.operation != "refusal" and self.shows(case):
+            if len(found) < count and case.operation in WITH_NUMBERS and self.shows(case):
                 found.append(case)
         return found
 
     def shows(self, case: Case) -> bool:
-        """Whether one call differs in any bit from the reference's; a refusal case has nothing to compare."""
+        """Whether one call differs in any bit from the reference's; any, where a case has no outputs to compare."""
         if case.id not in self.verdicts:
-            self.verdicts[case.id] = case.operation == "refusal" or shows(case, self.deviation.build())
+            self.verdicts[case.id] = case.operation not in WITH_NUMBERS or shows(case, self.deviation.build())
         return self.verdicts[case.id]
 
 
 def is_tagged(case: Case, clause: str) -> bool:
     """Whether a case exercises a clause; a bound is exercised by every case that has its output."""
-    if clause == "BOUND-GRAD":
-        return case.operation == "backward"
     if area(clause) == "BOUND":
-        return case.operation == "forward"
+        return case.operation == ("backward" if clause in ("BOUND-GRAD", "BOUND-VOID") else "forward")
     return clause in case.clauses
 
 
@@ -170,7 +186,7 @@ def score_variant(variant: Variant, cases: Sequence[Case]) -> VariantScore:
     results = [judge_case(case, variant.build()) for case in sample]
     rejected = [r for r in results if not r.is_conforming and r.state != "UNSUPPORTED"]
     with_numbers = [
-        c for c, r in zip(sample, results, strict=True) if r.state != "UNSUPPORTED" and c.operation != "refusal"
+        c for c, r in zip(sample, results, strict=True) if r.state != "UNSUPPORTED" and c.operation in WITH_NUMBERS
     ]
     designed = with_numbers[:: max(len(with_numbers) // len(long_cases()), 1)][: len(long_cases())]
     return VariantScore(

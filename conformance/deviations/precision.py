@@ -3,14 +3,17 @@
 from dataclasses import replace
 
 import ml_dtypes
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from attnconform.conformance.adapters.reference_steps import StepsBackend
-from attnconform.conformance.backend import Tensors
+from attnconform.conformance.backend import Forward, Tensors
+from attnconform.conformance.bounds.numerics import NUMERICS_CLASSES
 from attnconform.conformance.deviations.deviation import deviates
 from attnconform.conformance.views import ProblemView
+from attnconform.reference.attention import check_tensors
 from attnconform.reference.coordinates import FloatArray, IntArray, Positions
 from attnconform.reference.problem import AttentionProblem, QueryRow
 from attnconform.reference.rules import SoftCap
@@ -61,6 +64,39 @@ class StoresWeightsInBf16(RoundsWeights):
 
     def sums(self, m: float, p: FloatArray, v: FloatArray) -> PartialState:
         return PartialState(m, float(p.sum()), rounded(p, ml_dtypes.bfloat16) @ v)
+
+
+class KnowsTheDtype(StepsBackend):
+    """The reference with steps that depend on the dtype of the problem."""
+
+    def forward(self, problem: ProblemView, tensors: Tensors) -> Forward:
+        q, k, v = self.inputs(problem, tensors)
+        check_tensors(problem.spec, q, k, v)
+        result = self.steps_for(tensors.q.dtype).forward(problem.spec, q, k, v)
+        self.store(tensors, result)
+        return Forward(tensors.out, tensors.lse, saved=result)
+
+    def steps_for(self, dtype: torch.dtype) -> Steps:
+        """The steps of one dtype."""
+        raise NotImplementedError
+
+
+class CutsWeights(RoundsWeights):
+    """Weights are cut to some bits, which lowers all of them."""
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+
+    def sums(self, m: float, p: FloatArray, v: FloatArray) -> PartialState:
+        return PartialState(m, float(p.sum()), cut(p, self.bits) @ v)
+
+
+@deviates("BOUND-PROBABILISTIC", fault_class="Q", report="no report: a cut where a rounding to nearest is declared")
+class CutsWeightsWhereTheyAreToBeRounded(KnowsTheDtype):
+    """Weights are cut to the declared format, not rounded: inside the worst case, and on one side of it throughout."""
+
+    def steps_for(self, dtype: torch.dtype) -> Steps:
+        return {torch.bfloat16: CutsWeights(8), torch.float16: CutsWeights(11)}.get(dtype, Steps())
 
 
 @deviates("BOUND-OUT", fault_class="Q", report="no report: accumulators in the storage dtype")
@@ -173,6 +209,27 @@ class StoresLseInBf16(StepsBackend):
 
     def store(self, tensors: Tensors, result: AttentionResult) -> None:
         super().store(tensors, replace(result, lse=rounded(result.lse, ml_dtypes.bfloat16)))
+
+
+class LosesDq(Steps):
+    """dq is 0."""
+
+    def score_gradient(self, p: FloatArray, dp: FloatArray, delta: float, slope: FloatArray) -> FloatArray:
+        return 0 * p
+
+
+@deviates("BOUND-VOID", fault_class="Q", report="no report: a declaration so loose that nothing is judged")
+class DeclaresWhatNothingCanExceed(StepsBackend):
+    """The declared exponential is so poor that no gradient has a bound, and dq and dk are 0."""
+
+    steps = LosesDq()
+    capabilities = msgspec.structs.replace(
+        StepsBackend.capabilities,
+        numerics={
+            dtype: msgspec.structs.replace(NUMERICS_CLASSES[name], eps=2.0**40)
+            for dtype, name in (("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16"))
+        },
+    )
 
 
 @deviates("BOUND-GRAD", fault_class="Q", report="no report: gradients accumulated in the storage dtype by atomics")

@@ -3,8 +3,15 @@
 They are backends like any other deviation, and show in structure cases alone: their attention is the reference's.
 """
 
+from attnconform.conformance.adapters.reference_structures import ReferenceStructures
 from attnconform.conformance.deviations import block_structures, cost_figures, list_structures
+from attnconform.conformance.deviations.deviation import Deviation
 
 AREAS = (block_structures, list_structures, cost_figures)
 
-__all__ = ["AREAS"]
+__all__ = ["AREAS", "is_structural"]
+
+
+def is_structural(deviation: Deviation) -> bool:
+    """Whether a deviation shows in structure cases alone."""
+    return isinstance(deviation.build(), ReferenceStructures)

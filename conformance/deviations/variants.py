@@ -20,9 +20,8 @@ from attnconform.conformance.deviations.determinism import Races
 from attnconform.conformance.deviations.deviation import faithful
 from attnconform.conformance.deviations.masks import ReadsTheWholeRequest
 from attnconform.conformance.deviations.merge import InPieces, from_output
-from attnconform.conformance.deviations.precision import rounded
+from attnconform.conformance.deviations.precision import KnowsTheDtype, rounded
 from attnconform.conformance.views import ProblemView
-from attnconform.reference.attention import check_tensors
 from attnconform.reference.coordinates import BoolArray, FloatArray, IntArray, Positions
 from attnconform.reference.problem import AttentionProblem, QueryRow
 from attnconform.reference.states import PartialState, empty_state, finish, merge, merge_outputs, softmax_state
@@ -192,25 +191,6 @@ class ComputesInFloat32ByBaseTwo(InFloat32):
         )
 
 
-class StoresWeights(StepsBackend):
-    """A backend whose steps know the dtype of the problem."""
-
-    capabilities = msgspec.structs.replace(
-        DECLARED, numerics={"bfloat16": NUMERICS_CLASSES["bf16"], "float16": NUMERICS_CLASSES["fp16"]}
-    )
-
-    def forward(self, problem: ProblemView, tensors: Tensors) -> Forward:
-        q, k, v = self.inputs(problem, tensors)
-        check_tensors(problem.spec, q, k, v)
-        result = self.steps_for(tensors.q.dtype).forward(problem.spec, q, k, v)
-        self.store(tensors, result)
-        return Forward(tensors.out, tensors.lse, saved=result)
-
-    def steps_for(self, dtype: torch.dtype) -> Steps:
-        """The steps of one dtype."""
-        raise NotImplementedError
-
-
 class InHalf(InFloat32):
     """Float32 sums, with weights in a half-precision format."""
 
@@ -222,7 +202,7 @@ class InHalf(InFloat32):
 
 
 @faithful
-class StoresWeightsInTheProblemsDtype(StoresWeights):
+class StoresWeightsInTheProblemsDtype(KnowsTheDtype):
     """Weights are rounded to the dtype of the problem before they meet V, as declared."""
 
     def steps_for(self, dtype: torch.dtype) -> Steps:
@@ -248,7 +228,7 @@ def numerics_with(**changes: object) -> dict[str, Numerics]:
 
 
 @faithful
-class SumsTheStoredWeights(StoresWeights):
+class SumsTheStoredWeights(KnowsTheDtype):
     """The denominator sums the weights as they were stored, as declared."""
 
     capabilities = msgspec.structs.replace(DECLARED, numerics=numerics_with(l_from_p=True))
@@ -280,7 +260,7 @@ class Unfused(Steps):
 
 
 @faithful
-class RunsUnfused(StoresWeights):
+class RunsUnfused(KnowsTheDtype):
     """Scores and normalized weights are stored in the dtype of the problem, float16 excepted, as declared."""
 
     capabilities = msgspec.structs.replace(

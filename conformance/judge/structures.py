@@ -5,7 +5,6 @@ A backend is judged by the optional methods that it writes (`attnconform.conform
 
 from collections.abc import Callable
 
-from attnconform.conformance.clauses import CHECKS
 from attnconform.conformance.judge.block_structures import (
     check_algebra,
     check_batch_masks,
@@ -56,7 +55,4 @@ STRUCTURE_CHECKS: tuple[Callable[[Trial], list[Finding]], ...] = (
     check_late_tasks,
     check_tiers,
     check_costs,
-)
-STRUCTURE_CLAUSES: tuple[str, ...] = tuple(
-    sorted({clause for check in STRUCTURE_CHECKS for clause in CHECKS[f"{check.__module__}.{check.__qualname__}"]})
 )

@@ -48,6 +48,7 @@ class Gradients(NamedTuple):
     dsink: Tensor | None  # (num_qo_heads,) float32; None where the plan has no sink logits
 
 
+@torch.no_grad()
 def backward(
     plan: Plan,
     q: Tensor,  # (total_q, num_qo_heads, head_dim_qk)
@@ -135,11 +136,12 @@ def row_kernel(
     head = unit % num_qo_heads
     is_row = row < total_q
     lse = tl.load(lse_ptr + row * lse_strides[0] + head * lse_strides[1], mask=is_row, other=0.0)
-    tl.store(lse_log2_ptr + unit, tl.where(lse > float("-inf"), lse * LOG2_E, float("inf")), mask=is_row)
+    has_key = is_row & (lse > float("-inf"))
+    tl.store(lse_log2_ptr + unit, tl.where(has_key, lse * LOG2_E, float("inf")), mask=is_row)
     out_starts = row * out_strides[0] + head * out_strides[1]
     dout_starts = row * dout_strides[0] + head * dout_strides[1]
     out = load_vectors(out_ptr, out_starts, is_row, out_strides[2], HEAD_DIM, PADDED_DIM)
-    dout = load_vectors(dout_ptr, dout_starts, is_row, dout_strides[2], HEAD_DIM, PADDED_DIM)
+    dout = load_vectors(dout_ptr, dout_starts, has_key, dout_strides[2], HEAD_DIM, PADDED_DIM)
     delta = tl.sum(widen(out) * widen(dout), axis=1)
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + row * dlse_strides[0] + head * dlse_strides[1], mask=is_row, other=0.0)

@@ -85,7 +85,7 @@ def _launch_items(
         MASK_FN=plan.mask_fn,
         HAS_WINDOW=bool(plan.window) and plan.list_indptr is not None,
         num_warps=8 if plan.dtype.itemsize > 2 else 4,
-        num_stages=2,
+        num_stages=1 if shape.is_packed else 2,
     )  # fmt: skip
 
 
@@ -289,7 +289,9 @@ def is_admitted(
         age = q_idx[:, None] - kv_idx
         admitted = admitted & ((codes >= 0) | ((age >= 0) & (age < window)))
     if MASK_FN is not None:
-        admitted = admitted & MASK_FN(q_idx[:, None], kv_idx, tl.load(request_ptr), mask_data_ptr)
+        # The function may load by position: it gets a legal one where there is none.
+        legal_idx = tl.maximum(kv_idx, 0)
+        admitted = admitted & MASK_FN(q_idx[:, None], legal_idx, tl.load(request_ptr), mask_data_ptr)
     return admitted
 
 

@@ -286,7 +286,9 @@ def add_key_tile(
             age = q_idx[:, None] - kv_idx[None, :]
             admitted = admitted & (is_member[None, :] | ((age >= 0) & (age < window)))
         if MASK_FN is not None:
-            admitted = admitted & MASK_FN(q_idx[:, None], kv_idx[None, :], request, mask_data_ptr)
+            # The function may load by position: it gets a legal one where there is none.
+            legal_idx = tl.where(is_key, kv_idx, 0)
+            admitted = admitted & MASK_FN(q_idx[:, None], legal_idx[None, :], request, mask_data_ptr)
         # A slot that no row admits is not read, as in the forward.
         is_read = tl.max(admitted.to(tl.int32), axis=0) > 0
 

@@ -383,11 +383,9 @@ def attend_tile(
     # [PADDED_QK, TILE_KV]
     k = load_tile(k_ptrs, is_read[None, :], (dim_qk < HEAD_DIM_QK)[:, None], IS_WHOLE and IS_UNMASKED, HEAD_DIM_QK)
     scores = dot(q, k, tl.zeros([q.shape[0], TILE_KV], tl.float32))
+    scores *= score[0] * LOG2_E
     if len(SCORE_CODES) > 0:
-        scores = apply_score_rules(scores * score[0], heads, is_live, q_idx, kv_idx, score[1], score[2], SCORE_CODES)
-        scores *= LOG2_E
-    else:
-        scores *= score[0] * LOG2_E
+        scores = apply_score_rules(scores, heads, is_live, q_idx, kv_idx, score[1], score[2], LOG2_E, SCORE_CODES)
     if not (IS_WHOLE and IS_UNMASKED):
         scores = tl.where(admitted, scores, float("-inf"))
 

@@ -284,38 +284,35 @@ def is_in_intervals(
 
 @triton.jit
 def apply_score_rules(
-    scores,  # [TILE_M, TILE_KV] float32, sm_scale * q.k
+    scores,  # [TILE_M, TILE_KV] float32, sm_scale * q.k, times unit
     heads,  # [TILE_M] query heads
     is_live,  # [TILE_M]
     q_idx,  # [ROWS] logical positions, ROWS being 1 or TILE_M
     kv_idx,  # [TILE_KV]
     score_params_ptr,
     num_qo_heads,
+    unit,  # LOG2_E where scores are to be in base 2
     CODES: tl.constexpr,
 ):
-    """Scores after every rule, in the order listed. [SCORE-ORDER]"""
+    """Scores after every rule, in the order listed and in the unit given. [SCORE-ORDER]
+
+    Slopes and caps are scores themselves, so in another unit they are as many times larger.
+    """
     for rule in tl.static_range(len(CODES)):
-        param = tl.load(score_params_ptr + rule * num_qo_heads + heads, mask=is_live, other=1.0)
+        param = tl.load(score_params_ptr + rule * num_qo_heads + heads, mask=is_live, other=1.0) * unit
         if CODES[rule] == ALIBI:
-            distance = (kv_idx[None, :] - q_idx[:, None]).to(tl.float32)
-            scores += param[:, None] * distance
+            # Converting an integer costs four products. Positions relative to a row's are converted one by one and
+            # not pair by pair, and lose no more than the distance itself would.
+            origin = tl.max(q_idx, axis=0)
+            q_place = (q_idx - origin).to(tl.float32)
+            kv_place = (kv_idx - origin).to(tl.float32)
+            scores += param[:, None] * (kv_place[None, :] - q_place[:, None])
         else:
-            scores = param[:, None] * tanh(scores / param[:, None])
+            scores = param[:, None] * tanh(scores * (1.0 / param)[:, None])
     return scores
 
 
 @triton.jit
 def tanh(x):
-    """Hyperbolic tangent to about 2 ulp, also near 0, where (1 - e) / (1 + e) would cancel."""
-    magnitude = tl.abs(x)
-    decay = tl.exp2(magnitude * -2.8853900817779268)
-    large = (1.0 - decay) / (1.0 + decay)
-    square = x * x
-    # Taylor terms of tanh(x) / x; the first dropped one is below 2^-27 for |x| < 0.3.
-    series = 0.021869488536155203 - 0.008863235529902197 * square
-    series = -0.05396825396825397 + series * square
-    series = 0.13333333333333333 + series * square
-    series = -0.3333333333333333 + series * square
-    small = magnitude + magnitude * square * series
-    result = tl.where(magnitude < 0.3, small, large)
-    return tl.where(x < 0, -result, result)
+    """Hyperbolic tangent to about 2^-23 absolutely, which is what a soft cap's bound is made of. [SCORE-SOFTCAP]"""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))

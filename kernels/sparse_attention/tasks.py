@@ -118,7 +118,7 @@ def build_launches(
     launches = []
     for chosen, cap in ((is_small, min(largest, SMALL_TILE_M)), (~is_small, largest)):
         if bool(chosen.any()):
-            shape = choose_shape(int(blocks.q_count[chosen].max()), cap, heads, geometry)
+            shape = choose_shape(int(blocks.q_count[chosen].max()), cap, heads, geometry, int(chosen.sum()))
             tiles = _build_tiles(blocks, chosen, lists, mask, shape, geometry, window)
             launches.append(_cut_tasks(tiles, shape, geometry))
     return tuple(launches)
@@ -141,8 +141,8 @@ def _largest_tile_m(geometry: Geometry) -> int:
     return LARGE_TILE_M // 2 if geometry.has_score_rules else LARGE_TILE_M
 
 
-def choose_shape(max_rows: int, cap: int, heads: int, geometry: Geometry) -> TileShape:
-    """Tile sizes for blocks of up to `max_rows` rows."""
+def choose_shape(max_rows: int, cap: int, heads: int, geometry: Geometry, num_blocks: int) -> TileShape:
+    """Tile sizes for `num_blocks` blocks of up to `max_rows` rows."""
     tile_q = max(1, min(max_rows, cap // heads))
     tile_m = max(MIN_TILE_M, 1 << (tile_q * heads - 1).bit_length())
     is_wide = max(geometry.head_dim_qk, geometry.head_dim_vo) > 128
@@ -152,10 +152,23 @@ def choose_shape(max_rows: int, cap: int, heads: int, geometry: Geometry) -> Til
     tile_kv = geometry.tile_kv or (32 if is_wide else 64)
     # measured on an H200 over tile_kv, warps and stages; a decode tile is a stream of loads, and deep stages hide them
     if tile_m <= SMALL_TILE_M:
-        num_warps, num_stages = (4, 3) if is_wide else (2, 4)
+        tile_kv, num_warps, num_stages = _decode_shape(num_blocks * geometry.num_qo_heads // heads, is_wide, geometry)
     else:
         num_warps, num_stages = 8 if tile_m >= LARGE_TILE_M // 2 else 4, 2
     return TileShape(tile_q, heads, tile_m, tile_kv, num_warps, num_stages)
+
+
+def _decode_shape(num_tiles: int, is_wide: bool, geometry: Geometry) -> tuple[int, int, int]:
+    """tile_kv, warps and stages of a decode tile, by how many tiles share the processors."""
+    if is_wide:
+        tile_kv, num_warps, num_stages = 32, 4, 3
+    elif num_tiles * 8 <= geometry.num_processors:
+        tile_kv, num_warps, num_stages = 64, 8, 4
+    elif num_tiles <= geometry.num_processors * PROGRAMS_PER_PROCESSOR:
+        tile_kv, num_warps, num_stages = 128, 4, 2
+    else:
+        tile_kv, num_warps, num_stages = 64, 2, 4
+    return geometry.tile_kv or tile_kv, num_warps, num_stages
 
 
 def _build_tiles(

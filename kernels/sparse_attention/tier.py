@@ -43,7 +43,7 @@ from attnconform.kernels.sparse_attention.tasks import (
 )
 
 MAX_TIER_SPLITS = 64
-STEP = 1024  # entries or tokens a program handles at once
+STEP = 2048  # entries or tokens a program handles at once
 MAX_TILE_WORDS = 128  # bitmap words read at once, 32 ids each
 
 
@@ -58,6 +58,7 @@ class Tier:
     num_lists: int
     errors: Tensor  # (3,) int64, the smallest offender of each kind
     list_lengths: Tensor  # (num_lists,) int32, tokens of each list after canonicalization
+    num_warps: int
     prepared: dict[object, Any]
     fixed: dict[str, object]
 
@@ -78,7 +79,7 @@ class Tier:
         if runner is not None:
             runner(*inputs, *self.fixed.values())
             return
-        compiled = index_kernel[(self.num_lists,)](*inputs, **self.fixed, num_warps=4)
+        compiled = index_kernel[(self.num_lists,)](*inputs, **self.fixed, num_warps=self.num_warps)
         if not IS_INTERPRETED:
             self.prepared[key] = compiled[(self.num_lists, 1, 1)]
 
@@ -161,7 +162,7 @@ def plan_tier(
     )
     lists_per_row = lists_per_block(sharing, num_qo_heads, num_kv_heads)
     heads = 1 if sharing == "query_head" else min(num_qo_heads // num_kv_heads, MIN_TILE_M)
-    shape = choose_shape(1, SMALL_TILE_M, heads, geometry)
+    shape = choose_shape(1, SMALL_TILE_M, heads, geometry, batch_size)
     tiles = _head_tiles(num_qo_heads, num_kv_heads, heads, lists_per_row)
     num_splits = _count_splits(batch_size * lists_per_row * len(tiles[0]), capacity, shape, geometry)
     tasks, merges = _static_tables(batch_size, tiles, num_splits, device)
@@ -206,6 +207,7 @@ def plan_tier(
     lengths = torch.zeros(num_lists, dtype=torch.int32, device=device)
     max_ids = -(-capacity // block_size) + 1
     num_words = triton.cdiv(triton.cdiv(max_seqlen_kv, block_size), 32)
+    is_long = num_words > MAX_TILE_WORDS
     return Tier(
         plan=plan,
         granularity=granularity,
@@ -214,6 +216,7 @@ def plan_tier(
         num_lists=num_lists,
         errors=errors,
         list_lengths=lengths,
+        num_warps=16 if is_long else 8,
         prepared={},
         fixed={
             "list_slots_ptr": plan.list_slots,
@@ -241,7 +244,7 @@ def plan_tier(
             "MERGE_WIDTH": len(MERGE_FIELDS),
             "TILE_KV": shape.tile_kv,
             "STEP": min(STEP, triton.next_power_of_2(max(capacity, 32))),
-            "TILE_WORDS": min(MAX_TILE_WORDS, triton.next_power_of_2(num_words)),
+            "TILE_WORDS": min(MAX_TILE_WORDS * (4 if is_long else 1), triton.next_power_of_2(num_words)),
             "ENTRY_ROW": ENTRY_ERROR,
             "PAGE_ROW": PAGE_ERROR,
             "CAPACITY_ROW": CAPACITY_ERROR,

@@ -136,4 +136,4 @@ def test_what_the_trace_does_not_have_is_refused(trace: Trace, changes: dict[str
         draw_rows(trace, **changes)  # type: ignore[arg-type]
 
 
-PINNED: list[list[int]] = []
+PINNED = [[2, 10, 11, 12], [3, 10, 11, 12], [3, 10, 11, 12], [5, 10, 11, 12]]

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import triton
-import triton.language as tl  # noqa: F401  (the interpreter looks for it beside a jit function)
+import triton.language as tl
 
 from attnconform.kernels.sparse_attention import CandidateLists, Plan, PlanError, plan, run
 from attnconform.kernels.sparse_attention.backward import (
@@ -46,6 +46,11 @@ CHAIN = 2.0**-19
 @triton.jit
 def refuse_thirds(q_idx, kv_idx, request, data_ptr):
     return (q_idx + 2 * kv_idx + request) % 3 != 0
+
+
+@triton.jit
+def look_up(q_idx, kv_idx, request, data_ptr):
+    return tl.load(data_ptr + kv_idx) != 0
 
 
 @dataclass(frozen=True)
@@ -153,8 +158,10 @@ def allows(rule: MaskRule | None, n: int, i: int, j: int) -> bool:
             return all(allows(part, n, i, j) for part in rules)
         case Or(rules):
             return any(allows(part, n, i, j) for part in rules)
-        case Custom():
+        case Custom(data=None):
             return (i + 2 * j + n) % 3 != 0
+        case Custom(data=data):
+            return bool(data[j])
     raise AssertionError(rule)
 
 
@@ -387,6 +394,7 @@ RULES: dict[str, tuple[MaskRule | None, tuple[ScoreRule, ...]]] = {
     "document": (And((Causal(), Document(((0, 8, 12), (0,), (0, 30, 33), (0,))))), ()),
     "two_intervals": (And((Causal(), Or((Window(left=3, right=0), Document(((0, 2), (0,), (0, 6), (0,))))))), ()),
     "custom": (And((Causal(), Custom(refuse_thirds))), ()),
+    "custom_data": (Custom(look_up, (torch.arange(35, device=DEVICE) % 4).int()), ()),
     "alibi": (Causal(), (Alibi((0.5, 0.25, 0.125, -0.3)),)),
     "softcap": (None, (SoftCap(1.5),)),
     "alibi_then_softcap": (Causal(), (Alibi((0.5, 0.25, 0.125, -0.3)), SoftCap(2.0))),
