@@ -8,6 +8,7 @@ import msgspec
 import torch
 
 from attnconform.conformance.bounds.numerics import NUMERICS_CLASSES, Numerics
+from attnconform.conformance.structures import Structures
 from attnconform.conformance.views import ProblemView
 from attnconform.reference.errors import RefusedInput
 
@@ -95,7 +96,7 @@ class Backward:
     dsink: torch.Tensor | None = None  # (num_qo_heads,)
 
 
-class Backend:
+class Backend(Structures):
     """An implementation under judgement. Subclasses set `name` and `capabilities` and write `forward`."""
 
     name: ClassVar[str] = "unnamed"

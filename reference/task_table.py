@@ -117,7 +117,8 @@ def live_tasks(
     outside = np.flatnonzero((table.row < 0) | (table.row >= len(generations)))
     if outside.size:
         task = int(outside[0])
-        raise RefusedInput("FORMAT-ROW-IDENTITY", "row", int(table.row[task]), f"there are {len(generations)} rows", (task,))
+        limit = f"there are {len(generations)} rows"
+        raise RefusedInput("FORMAT-ROW-IDENTITY", "row", int(table.row[task]), limit, (task,))
     return np.asarray(table.generation == generations[table.row])
 
 

@@ -23,6 +23,8 @@ HISTORY_ROWS = 12
 WALK_STEP = 1 / 32
 # Of what orders blocks by how long they stay, the part that is the block's own; the rest is drawn for each row.
 STICKINESS = 0.8
+# How much more readily short-lived blocks make room for blocks at other distances.
+PUSH_SHARPNESS = 8
 # The share of new ids that return grows with the rows there are to return from, by this power of their number.
 RETURN_GROWTH = 0.4
 NONE: Ints = np.zeros(0, dtype=np.int64)
@@ -93,10 +95,8 @@ class BlockDrawer:
         """A uniform of each block's own, the same in every row: how full it is, and how long it stays."""
         return draw(self.seed, "latent", 0, own + 1)
 
-    def return_share(self, name: str) -> float:
-        """How many new ids return from earlier rows; fewer as long as there are few such rows."""
-        rows = max(len(self.history) - 1, 0)
-        return self.model.share(name) * float(min(1.0, rows / HISTORY_ROWS) ** RETURN_GROWTH)
+    def _return_share(self) -> float:
+        return return_share(self.model, "block_return", len(self.history))
 
     def start_ids(self, r: int) -> int:
         """Ids of row r in the first block."""
@@ -143,18 +143,30 @@ class BlockDrawer:
             return counts, keep
         inside = expected / np.maximum(capacities, 1)
         pull = self._pull(view, counts - keep) * inside
-        return swap_cells(counts, keep, 1 - inside, pull, most - counts, draw(self.seed, "swap", r, 2 * swaps))
+        push = self._push(view) * (1 - inside)
+        return swap_cells(counts, keep, push, pull, most - counts, draw(self.seed, "swap", r, 2 * swaps))
+
+    def _push(self, view: _View) -> Floats:
+        """How readily each cell lets go of a block of the row before: by how long its blocks stay, on average."""
+        held = view.held & (view.cell >= 0)
+        leaving = np.bincount(view.cell[held], weights=self._leaving(view)[held], minlength=view.num_cells)
+        return (leaving / np.maximum(view.count(held), 1)) ** PUSH_SHARPNESS
+
+    def _leaving(self, view: _View) -> Floats:
+        """Who goes first, as 0 to 1: blocks whose own uniform is low, and those that were in few of the last rows."""
+        seen = np.bincount(np.concatenate([NONE, *self.history]), minlength=view.own + 1)[: view.own + 1]
+        return np.asarray(1 - self.latent(view.own) * seen / max(len(self.history), 1))
 
     def _pull(self, view: _View, taken: Ints) -> Floats:
         """How much each cell attracts a new block: by those that could return to it, and by those new to it."""
         back = view.count(view.past & ~view.held)
         fresh = (view.capacities - view.count(view.past | view.held) - taken).clip(min=0)
-        share = self.return_share("block_return") if back.sum() else 0.0
+        share = self._return_share() if back.sum() else 0.0
         return share * back / max(int(back.sum()), 1) + (1 - share) * fresh / max(int(fresh.sum()), 1)
 
     def _keep(self, view: _View, keep: Ints, order: Floats) -> Flags:
         """The blocks that stay: recorded blocks come in two kinds, those that stay and those that come and go."""
-        going = STICKINESS * (1 - self.latent(view.own)) + (1 - STICKINESS) * order
+        going = STICKINESS * self._leaving(view) + (1 - STICKINESS) * order
         chosen = np.zeros(view.own + 1, dtype=bool)
         for cell in np.flatnonzero(keep):
             pool = np.flatnonzero((view.cell == cell) & view.held)
@@ -175,11 +187,16 @@ class BlockDrawer:
         if not free.any():
             free = pool & ~chosen
         back = free & view.past
-        returns = back.any() and (u[0] < self.return_share("block_return") or bool((free == back).all()))
+        returns = back.any() and (u[0] < self._return_share() or bool((free == back).all()))
         free = back if returns else free & ~back
         step = self.model.value("block_gap", u[1], 1)
         place = beside(chosen, free, step, u[2])
         return int(np.flatnonzero(free)[int(u[2] * free.sum())]) if place is None else place
+
+
+def return_share(model: SelectionModel, name: str, num_rows: int) -> float:
+    """How many new ids return from rows before the last, of num_rows remembered; fewer while those are few."""
+    return model.share(name) * float(min(1.0, max(num_rows - 1, 0) / HISTORY_ROWS) ** RETURN_GROWTH)
 
 
 def row_quantiles(shape: Shape, seed: int, name: str, num_rows: int) -> Floats:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from attnconform.traces.block_drawer import HISTORY_ROWS, NONE, BlockDrawer, Shape, row_quantiles
+from attnconform.traces.block_drawer import HISTORY_ROWS, NONE, BlockDrawer, Shape, return_share, row_quantiles
 from attnconform.traces.draws import draw
 from attnconform.traces.placement import beside, first_by, flag, keep_shared, settle, tilt, weighted
 
@@ -97,7 +97,9 @@ class RowDrawer:
         """Which tokens: first those that stay, then those that return, then new ones beside them."""
         usable = weights > 0
         past = flag(ids, np.concatenate(self.history) if self.history else NONE)
-        returning = (self.blocks.return_share("return") * (counts - keep) + order[:, 0]).astype(np.int64)
+        returning = (return_share(self.model, "return", len(self.history)) * (counts - keep) + order[:, 0]).astype(
+            np.int64
+        )
         chosen = first_by(order, before, keep)
         chosen |= first_by(order, usable & ~before & past, np.minimum(returning, counts - keep))
         full = counts >= usable.sum(1)
@@ -110,6 +112,7 @@ class RowDrawer:
         steps = self.model.given_quantiles("inner_gap", counts[lines], u[:, 0]).astype(np.int64)
         for line, step, (_, side, place) in zip(lines, steps, u, strict=True):
             free = usable[line] & ~chosen[line] & ~avoid[line]
+            free = free & ~past[line] if (free & ~past[line]).any() else free
             near = beside(chosen[line], free, int(step), side)
             chosen[line, weighted(free, weights[line], place) if near is None else near] = True
         return chosen

@@ -13,6 +13,7 @@ from attnconform.conformance.cases.clauses_of import clauses_of
 from attnconform.conformance.cases.generate import build_structure
 from attnconform.conformance.cases.refusals import refusal_cases
 from attnconform.conformance.cases.structure import Case, build_problem, named
+from attnconform.conformance.cases.structures import structure_cases
 
 AXES = {"forward": FORWARD_AXES, "backward": BACKWARD_AXES}
 # axes whose triples are covered as well: which keys a row sees is decided by them together
@@ -99,8 +100,8 @@ def matrix(level: str) -> tuple[Case, ...]:
         return smoke_cases()
     if level != "L1":
         raise ValueError(f"level is {level}, but the levels are L0 and L1")
-    generated = (matrix_case(op, i, row) for op in AXES for i, row in enumerate(frozen_rows(op)))
-    return (*smoke_cases(), *generated, *refusal_cases())
+    generated = [matrix_case(op, i, row) for op in AXES for i, row in enumerate(frozen_rows(op))]
+    return (*smoke_cases(), *generated, *structure_cases(generated), *refusal_cases())
 
 
 SMOKE_ROW = {

@@ -12,7 +12,7 @@ from attnconform.reference.candidates import Candidates
 from attnconform.reference.problem import AttentionProblem, default_q_offset
 from attnconform.reference.rules import Alibi, MaskRule, ScoreRule
 
-Operation = Literal["forward", "backward", "refusal"]
+Operation = Literal["forward", "backward", "refusal", "structure"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 ValueKind = Literal[
     "normal", "peaked", "zero_q", "half_mass", "equal_keys", "extreme", "far_key", "zero_lane", "v_mean", "integers"

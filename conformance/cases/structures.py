@@ -1,14 +1,13 @@
 """Cases about structures alone: problems of the matrix, asked for their index structures instead of attention."""
 
 from collections.abc import Sequence
-from typing import cast
 
 import msgspec
 
 from attnconform.conformance.cases.structure import Case, Operation, named
 
 NUM_CASES = 24
-STRUCTURE = cast(Operation, "structure")
+STRUCTURE: Operation = "structure"
 GRANULARITIES = ("dense", "token", "block")
 STRUCTURE_CLAUSES = (
     "BLOCK-ADMIT", "BLOCK-BROADCAST-BATCH", "BLOCK-BROADCAST-HEADS", "BLOCK-CANDIDATES", "BLOCK-COMPLETE",

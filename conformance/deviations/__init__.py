@@ -18,6 +18,7 @@ from attnconform.conformance.deviations import (
     safety,
     scores,
     sets,
+    structures,
     variants,
 )
 from attnconform.conformance.deviations.deviation import (
@@ -31,7 +32,7 @@ from attnconform.conformance.deviations.deviation import (
 
 AREAS = (
     sets, coordinates, masks, blocks, scores, empty, lse, merge, gqa, gradients, gradient_edges, safety, determinism,
-    precision, variants,
+    precision, structures, variants,
 )  # fmt: skip
 
 __all__ = ["AREAS", "DEVIATIONS", "FAULT_CLASSES", "VARIANTS", "Deviation", "FaultClass", "Variant"]

@@ -42,7 +42,7 @@ def explain_case(console: Console, name: str, *, backend: str, device: str) -> i
         return 0
     for finding in result.findings:
         console.print(finding_text(finding), highlight=False, markup=False)
-    if case.operation == "refusal":
+    if case.operation in ("refusal", "structure"):
         return 1
     small = minimal_case(case, subject, result)
     console.print(f"smallest failing case: {describe(small)}", highlight=False)

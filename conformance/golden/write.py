@@ -70,7 +70,7 @@ def make_vector(deviation: Deviation, case: Case, wrong: list[Comparison]) -> Ve
     plain = msgspec.structs.replace(case.structure, layout="NHD", interleaved=False)
     return Vector(
         path=f"vectors/{deviation.id}.json",
-        kind=case.operation,
+        kind="backward" if case.operation == "backward" else "forward",
         clause=deviation.clause,
         fault_class=deviation.id,
         effect=deviation.idea,

@@ -14,9 +14,11 @@ from attnconform.conformance.judge.hygiene import check_bounds, check_inputs, ch
 from attnconform.conformance.judge.interference import check_other_rows, check_unselected
 from attnconform.conformance.judge.membership import check_membership
 from attnconform.conformance.judge.refusal import check_refusal
+from attnconform.conformance.judge.structures import STRUCTURE_CHECKS
 from attnconform.conformance.judge.trial import BackendCrash, Trial
 from attnconform.conformance.judge.values import check_values
 from attnconform.conformance.judge.verdict import CaseResult, Finding, worst_state
+from attnconform.conformance.structures import offers_any
 
 Check = Callable[[Trial], list[Finding]]
 FORWARD_CHECKS: tuple[Check, ...] = (
@@ -36,6 +38,7 @@ CHECKS_OF: dict[str, tuple[Check, ...]] = {
     "forward": FORWARD_CHECKS,
     "backward": BACKWARD_CHECKS,
     "refusal": (check_refusal,),
+    "structure": STRUCTURE_CHECKS,
 }
 
 
@@ -49,6 +52,8 @@ class Undeclared:
 def undeclared(case: Case, backend: Backend) -> Undeclared | None:
     """The first axis of a case that the backend does not declare."""
     declared = backend.capabilities
+    if case.operation == "structure" and not offers_any(backend):
+        return Undeclared("builds no structures of its own")
     if case.operation == "backward" and not declared.has_backward:
         return Undeclared("no backward")
     if case.structure.page_owner is not None and not declared.checks_owner:

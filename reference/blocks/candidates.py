@@ -5,7 +5,6 @@ from collections.abc import Callable
 import numpy as np
 
 from attnconform.reference.block_mask import BlockMask
-from attnconform.reference.blocks.broadcast import repeat_heads
 from attnconform.reference.blocks.build import Extent, assemble, check_extent_sizes, rule_block_mask, to_lists
 from attnconform.reference.coordinates import IntArray
 from attnconform.reference.errors import RefusedInput
@@ -25,7 +24,7 @@ def problem_block_mask(problem: AttentionProblem, request: int, *, q_block_size:
         raise RefusedInput("BLOCK-EXTENT", "request", request, f"batch_size is {problem.batch_size}")
     extent = problem_extent(problem, request, q_block_size=q_block_size, kv_block_size=kv_block_size)
     if problem.candidates is None:
-        return repeat_heads(rule_block_mask(problem.mask_rule, extent, request=request), problem.num_qo_heads)
+        return rule_block_mask(problem.mask_rule, extent, request=request, num_heads=problem.num_qo_heads)
     steps, start = Steps(), int(problem.qo_indptr[request])
 
     def edges_of(head: int, local: int) -> IntArray:

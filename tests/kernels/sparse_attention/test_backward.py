@@ -466,13 +466,18 @@ def test_a_hot_tile_cut_into_items_gives_the_same_gradients() -> None:
     check_gradients(case, numbers, got)
 
 
-@pytest.mark.parametrize("kind", ["dense", "listed", "scored"])
+@pytest.mark.parametrize("kind", ["dense", "listed", "windowed", "scored"])
 def test_pairs_that_need_no_mask_are_found_and_give_the_same_gradients(kind: str) -> None:
     """One request on neighbouring pages, so that slot tiles are runs of positions."""
     case = Case(seqlen_q=(20,), seqlen_kv=(48,), page_table=(tuple(range(12)),), mask_rule=Causal(), seed=16)
     if kind == "listed":
         lists = tuple((block % 3, 1, 2) for block in range(20))
         case = replace(case, lists=lists, sharing="shared", block_size=16, num_qo_heads=2, num_kv_heads=1)
+    elif kind == "windowed":
+        # Tile [16, 32) is whole in the lists of rows 28 to 31, but each row has its own part of it.
+        case = replace(
+            case, lists=((0,),) * 5, q_block_size=4, sharing="shared", block_size=16, window=18, mask_rule=None
+        )
     elif kind == "scored":
         case = replace(case, score_rules=(Alibi((0.5, 0.25, 0.125, -0.3)),))
     numbers, the_plan = draw_numbers(case), make_plan(case)
