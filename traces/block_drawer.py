@@ -189,9 +189,12 @@ class BlockDrawer:
         back = free & view.past
         returns = back.any() and (u[0] < self._return_share() or bool((free == back).all()))
         free = back if returns else free & ~back
-        step = self.model.value("block_gap", u[1], 1)
-        place = beside(chosen, free, step, u[2])
-        return int(np.flatnonzero(free)[int(u[2] * free.sum())]) if place is None else place
+        # Blocks picked for their own score lie together; those that hold picked tokens lie as their density says.
+        if self.shape.granularity == "block":
+            place = beside(chosen, free, self.model.value("block_gap", u[1], 1), u[2])
+            if place is not None:
+                return place
+        return int(np.flatnonzero(free)[int(u[2] * free.sum())])
 
 
 def return_share(model: SelectionModel, name: str, num_rows: int) -> float:

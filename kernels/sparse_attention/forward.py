@@ -8,7 +8,7 @@ own. A long run of keys is several tasks whose partial states (max, sum, unnorma
 Slots outside what a task's rows may see are never read, so bytes that no request owns never matter, NaN included. Rows
 of one task share their reads: a slot that only some of them see must hold finite numbers. [MASK-INTERFERE]
 bfloat16, float16 and float32; head_dim up to 256, padded to a power of two in registers only; any page size.
-[MASK-BEFORE-MAX, EMPTY-ROW, LSE-NATURAL, LSE-SINK, MERGE-DISJOINT, GQA-MAP, COORD-WIDE, COORD-STRIDE]
+[MASK-BEFORE-MAX, EMPTY-OUT, LSE-NATURAL, LSE-SINK, MERGE-DISJOINT, GQA-MAP, COORD-WIDE, COORD-STRIDE]
 """
 
 from __future__ import annotations
