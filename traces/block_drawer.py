@@ -150,7 +150,7 @@ class BlockDrawer:
         """How readily each cell lets go of a block of the row before: by how long its blocks stay, on average."""
         held = view.held & (view.cell >= 0)
         leaving = np.bincount(view.cell[held], weights=self._leaving(view)[held], minlength=view.num_cells)
-        return (leaving / np.maximum(view.count(held), 1)) ** PUSH_SHARPNESS
+        return np.asarray((leaving / np.maximum(view.count(held), 1)) ** PUSH_SHARPNESS)
 
     def _leaving(self, view: _View) -> Floats:
         """Who goes first, as 0 to 1: blocks whose own uniform is low, and those that were in few of the last rows."""

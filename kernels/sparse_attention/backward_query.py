@@ -1,7 +1,7 @@
 """Query-centric backward: dQ over the forward's tasks and, in atomic mode, dK and dV on the way. [GRAD-FORMULA]
 
-A program takes one task of the plan (a tile of rows and heads, a run of keys), forms its edges again from the saved lse
-and sums dS K. Chunks of one tile leave their sums in a workspace that is added up in chunk order, so dQ is bitwise
+A program takes one task of the plan (a tile of rows and heads, a run of keys) or a part of its rows, forms the edges
+again from the saved lse and sums dS K. Chunks of one tile leave their sums in a workspace that is added up in chunk order, so dQ is bitwise
 repeatable. In atomic mode the program also adds each key tile's P^T dO and dS^T Q to float32 buffers, in whatever order
 the programs come. Dtypes, head_dim and page_size are those of the forward.
 """
@@ -95,16 +95,17 @@ def _launch_tasks(
 ) -> None:
     q, k_cache, v_cache, dout, lse_log2, delta = inputs
     dk, dv = accumulators or (None, None)
-    tile_kv, num_warps = _step_shape(plan, launch)
-    query_gradient_kernel[(launch.tasks.shape[0],)](
+    step = choose_step(plan, launch)
+    query_gradient_kernel[(launch.tasks.shape[0], launch.shape.tile_m // step.tile_m)](
         q, k_cache, v_cache, dout, lse_log2, delta, dq, dk, dv, partial_dq,
         q.stride(), cache_strides(plan, k_cache), cache_strides(plan, v_cache), dout.stride(), dq.stride(),
         None if dk is None else cache_strides(plan, dk), None if dv is None else cache_strides(plan, dv),
         launch.tasks, plan.page_table, plan.list_slots, plan.list_positions, plan.list_members,
         plan.row_positions, plan.mask_starts, plan.mask_ends, plan.mask_data, plan.score_params,
         plan.sm_scale, plan.window or 0, plan.total_q, plan.num_qo_heads, plan.page_table.shape[1],
-        TILE_M=launch.shape.tile_m,
-        TILE_KV=tile_kv,
+        TASK_M=launch.shape.tile_m,
+        TILE_M=step.tile_m,
+        TILE_KV=step.tile_kv,
         HEADS=launch.shape.heads_per_tile,
         HEAD_DIM_QK=plan.head_dim_qk,
         HEAD_DIM_VO=plan.head_dim_vo,
@@ -117,19 +118,28 @@ def _launch_tasks(
         HAS_LISTS=plan.list_slots is not None,
         HAS_WINDOW=bool(plan.window),
         IS_ATOMIC=accumulators is not None,
-        num_warps=num_warps,
+        num_warps=step.num_warps,
         num_stages=2,
     )  # fmt: skip
 
 
-def _step_shape(plan: Plan, launch: Launch) -> tuple[int, int]:
-    """Keys per step and warps: a step holds K and V, two score tiles and dQ, twice what the forward holds."""
+class StepShape(NamedTuple):
+    """What is compiled in: a program takes tile_m of a task's rows times heads, and tile_kv keys per step."""
+
+    tile_m: int
+    tile_kv: int
+    num_warps: int
+
+
+def choose_step(plan: Plan, launch: Launch) -> StepShape:
+    """At most the forward's tiles: a step holds K and V, two score tiles and dQ, about twice what the forward holds."""
     # float32 products run without tensor cores, from registers, so that a float counts twice.
     weight = plan.dtype.itemsize**2 // 4
     held = max(padded_dim(plan.head_dim_qk), padded_dim(plan.head_dim_vo)) * weight
-    most = 64 if held <= 128 else 32 if held <= 256 else 16
-    is_large = launch.shape.tile_m > 64 or plan.dtype.itemsize > 2
-    return min(launch.shape.tile_kv, most), 8 if is_large else 4 if launch.shape.tile_m > 32 else 2
+    tile_m, tile_kv = (128, 64) if held <= 128 else (64, 32) if held <= 256 else (32, 16)
+    tile_m, tile_kv = min(tile_m, launch.shape.tile_m), min(tile_kv, launch.shape.tile_kv)
+    is_large = tile_m > 64 or plan.dtype.itemsize > 2
+    return StepShape(tile_m, tile_kv, 8 if is_large else 4 if tile_m > 32 else 2)
 
 
 def _launch_sum(plan: Plan, launch: Launch, partial_dq: Tensor, dq: Tensor) -> None:
@@ -150,6 +160,7 @@ def query_gradient_kernel(
     tasks_ptr, page_table_ptr, list_slots_ptr, list_positions_ptr, list_members_ptr,
     row_positions_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr, score_params_ptr,
     sm_scale, window, total_q, num_qo_heads, max_pages,
+    TASK_M: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_KV: tl.constexpr,
     HEADS: tl.constexpr,
@@ -165,8 +176,13 @@ def query_gradient_kernel(
     HAS_WINDOW: tl.constexpr,
     IS_ATOMIC: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one task's rows, or its chunk of it."""
+    """dQ of TILE_M of one task's rows times heads, or its chunk of it."""
     task_ptr = tasks_ptr + tl.program_id(0).to(tl.int64) * TASK_WIDTH
+    q_count = tl.load(task_ptr + Q_COUNT)
+    lane_m = tl.program_id(1) * TILE_M + tl.arange(0, TILE_M)
+    # A short task has no rows for its last programs.
+    if tl.program_id(1) * TILE_M >= q_count * HEADS:
+        return
     request = tl.load(task_ptr + REQUEST)
     kv_head = tl.load(task_ptr + KV_HEAD).to(tl.int64)
     kv_start = tl.load(task_ptr + KV_START)
@@ -175,10 +191,9 @@ def query_gradient_kernel(
     full_end = tl.load(task_ptr + FULL_END)
     partial = tl.load(task_ptr + PARTIAL).to(tl.int64)
 
-    lane_m = tl.arange(0, TILE_M)
     rows = tl.load(task_ptr + Q_START) + lane_m // HEADS
     heads = tl.load(task_ptr + HEAD_START) + lane_m % HEADS
-    is_row = (lane_m // HEADS < tl.load(task_ptr + Q_COUNT)) & (lane_m % HEADS < tl.load(task_ptr + HEAD_COUNT))
+    is_row = (lane_m // HEADS < q_count) & (lane_m % HEADS < tl.load(task_ptr + HEAD_COUNT))
     q_idx = tl.load(row_positions_ptr + rows, mask=is_row, other=0)
     lse_log2, delta, has_key = load_row_state(lse_log2_ptr, delta_ptr, rows, heads, is_row, num_qo_heads)
     rows_wide, heads_wide = rows.to(tl.int64), heads.to(tl.int64)
@@ -230,7 +245,7 @@ def query_gradient_kernel(
     is_written = is_row[:, None] & (dim < HEAD_DIM_QK)[None, :]
     dq *= sm_scale
     if partial >= 0:
-        state = partial * TILE_M + lane_m
+        state = partial * TASK_M + lane_m
         tl.store(partial_dq_ptr + state[:, None] * HEAD_DIM_QK + dim[None, :], dq, mask=is_written)
     else:
         starts = rows_wide * dq_strides[0] + heads_wide * dq_strides[1]

@@ -482,7 +482,7 @@ def test_pairs_that_need_no_mask_are_found_and_give_the_same_gradients(kind: str
         case = replace(case, score_rules=(Alibi((0.5, 0.25, 0.125, -0.3)),))
     numbers, the_plan = draw_numbers(case), make_plan(case)
     transposed = transpose_plan(the_plan, tile_kv=16)
-    assert transposed.shape.is_packed == (kind == "listed")
+    assert transposed.shape.is_packed == (kind in ("listed", "windowed"))
     items = transposed.items
     assert torch.any(items.item_full_begin < items.item_end)
     assert torch.any(items.item_full_begin > items.item_begin)
@@ -574,6 +574,22 @@ def test_strided_inputs_and_outputs(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_nothing_but_the_gradients_is_written(mode: str) -> None:
+    """The pool is no multiple of a slot tile, and what follows it in memory stays as it was."""
+    case = draw_lists(replace(SPARSE, page_size=3, seed=21))
+    assert case.num_pages * case.page_size % 16
+    numbers = draw_numbers(case)
+    tensors = to_tensors(case, numbers)
+    names = {"dq": tensors.q, "dk": tensors.k_cache, "dv": tensors.v_cache}
+    guarded = {name: like.new_full((len(like) + 16, *like.shape[1:]), 7.0) for name, like in names.items()}
+    got = differentiate(case, tensors, mode=mode, **{name: buffer[8:-8] for name, buffer in guarded.items()})
+    check_gradients(case, numbers, got)
+    for buffer in guarded.values():
+        assert torch.all(buffer[:8] == 7)
+        assert torch.all(buffer[-8:] == 7)
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_float32_buffers_receive_unrounded_sums(mode: str) -> None:
     case = draw_lists(replace(SPARSE, dtype=torch.bfloat16, seed=22))
     numbers = draw_numbers(case)
@@ -626,16 +642,22 @@ def test_owned_slots_that_no_row_selects_get_exactly_zero(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_empty_rows_give_zero_and_leave_no_trace(mode: str) -> None:
-    """First, middle and last row see nothing; what their dout holds, NaN included, reaches nobody."""
-    lists = tuple((() if r in (0, 2, 4) else (1, 5 + r)) for r in range(5) for _ in range(2))
-    case = Case(seqlen_q=(5,), seqlen_kv=(20,), lists=lists, seed=25)
+@pytest.mark.parametrize("is_masked", [True, False])
+def test_empty_rows_give_zero_and_leave_no_trace(is_masked: bool, mode: str) -> None:
+    """The list is empty, or the mask leaves none of it; what the rows' dout holds, NaN included, reaches nobody."""
+    if is_masked:  # rows at 7 and 8 share a list with later ones, and it has key 9 only
+        empty, shared = [0, 1], {"sharing": "shared", "q_block_size": 5, "mask_rule": Causal()}
+        case = Case(seqlen_q=(5,), seqlen_kv=(12,), lists=((9,),), seed=25, **shared)
+    else:
+        empty = [0, 2, 4]
+        lists = tuple((() if r in empty else (1, 5 + r)) for r in range(5) for _ in range(2))
+        case = Case(seqlen_q=(5,), seqlen_kv=(20,), lists=lists, seed=25)
     numbers = draw_numbers(case)
     got = differentiate(case, to_tensors(case, numbers), mode=mode, dlse=None)
     check_gradients(case, numbers._replace(dlse=0 * numbers.dlse), got)
-    assert torch.count_nonzero(got.dq[[0, 2, 4]]) == 0
+    assert torch.count_nonzero(got.dq[empty]) == 0
     poisoned = numbers.dout.copy()
-    poisoned[[0, 2, 4]] = np.nan
+    poisoned[empty] = np.nan
     again = differentiate(case, to_tensors(case, numbers._replace(dout=poisoned)), mode=mode, dlse=None)
     for name in ("dq", "dk", "dv"):
         assert torch.equal(getattr(again, name), getattr(got, name))
