@@ -255,7 +255,9 @@ def fixtures_write(folder: Path) -> None:
 
 
 @main.command()
-@click.option("--suite", "suites", multiple=True, type=click.Choice(["seed64k", "index", "prefill"]), default=("seed64k",))
+@click.option(
+    "--suite", "suites", multiple=True, type=click.Choice(["seed64k", "index", "prefill"]), default=("seed64k",)
+)
 @click.option("--peer", type=click.Choice(["flashinfer", "flex"]), default=None)
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), default=None)
 @one_line_errors

@@ -4,6 +4,8 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from attnconform.conformance.backend import Backend
 from attnconform.conformance.cases.structure import Case
 from attnconform.conformance.clauses import CHECKS
@@ -34,7 +36,8 @@ WITH_NUMBERS = ("forward", "backward")  # operations whose outputs can be laid b
 
 def score(entry: Deviation | Variant, cases: Sequence[Case]) -> DeviationScore | VariantScore:
     """The score of a deviation or a variant."""
-    return score_deviation(entry, cases) if isinstance(entry, Deviation) else score_variant(entry, cases)
+    with np.errstate(all="ignore"):  # mistakes overflow and divide by 0 on purpose
+        return score_deviation(entry, cases) if isinstance(entry, Deviation) else score_variant(entry, cases)
 
 
 def score_deviation(deviation: Deviation, cases: Sequence[Case]) -> DeviationScore:

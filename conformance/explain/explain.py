@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import numpy as np
-from attnconform.conformance.adapters.registry import load_backend
 from rich.console import Console
 
+from attnconform.conformance.adapters.registry import load_backend
 from attnconform.conformance.backend import Backend
 from attnconform.conformance.cases.structure import Case, decode_case, encode_case
 from attnconform.conformance.explain.rank import Match, rank_deviations

@@ -29,17 +29,21 @@ def differentiate_edges(
     no_edges = tl.zeros([q.shape[0], k.shape[0]], tl.float32)
     scores = dot(q, tl.trans(k), no_edges)
     value_products = dot(dout, tl.trans(v), no_edges)
+    slope = 1.0
     if len(SCORE_CODES) > 0:
         scores, slope = apply_score_rules_with_slope(
             scores * sm_scale, heads, is_row, distance, score_params_ptr, num_qo_heads, SCORE_CODES
         )
-        probs = tl.exp2(scores * LOG2_E - lse_log2[:, None])
-        score_grads = probs * (value_products - delta[:, None]) * slope
+        scores *= LOG2_E
     else:
-        probs = tl.exp2(scores * (sm_scale * LOG2_E) - lse_log2[:, None])
-        score_grads = probs * (value_products - delta[:, None])
+        scores *= sm_scale * LOG2_E
+    exponents = scores - lse_log2[:, None]
     if not IS_FULL:
-        probs = tl.where(admitted, probs, 0.0)
+        exponents = tl.where(admitted, exponents, float("-inf"))
+    probs = tl.exp2(exponents)
+    score_grads = probs * (value_products - delta[:, None]) * slope
+    if not IS_FULL:
+        # What a masked key holds may be no number.
         score_grads = tl.where(admitted, score_grads, 0.0)
     return narrow(probs, v.dtype), narrow(score_grads, k.dtype)
 

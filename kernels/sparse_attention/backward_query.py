@@ -1,9 +1,9 @@
 """Query-centric backward: dQ over the forward's tasks and, in atomic mode, dK and dV on the way. [GRAD-FORMULA]
 
 A program takes one task of the plan (a tile of rows and heads, a run of keys) or a part of its rows, forms the edges
-again from the saved lse and sums dS K. Chunks of one tile leave their sums in a workspace that is added up in chunk order, so dQ is bitwise
-repeatable. In atomic mode the program also adds each key tile's P^T dO and dS^T Q to float32 buffers, in whatever order
-the programs come. Dtypes, head_dim and page_size are those of the forward.
+again from the saved lse and sums dS K. Chunks of one tile leave their sums in a workspace that is added up in chunk
+order, so dQ is bitwise repeatable. In atomic mode the program also adds each key tile's P^T dO and dS^T Q to float32
+buffers, in whatever order the programs come. Dtypes, head_dim and page_size are those of the forward.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ PLUGIN = "attnconform.conformance.plugin"
 
 
 def run_pytest(folder, *arguments):
-    """pytest in a second project, which loads the plugin by name as an installed one would be loaded by its entry point."""
+    """pytest in a second project, which loads the plugin by name, as an entry point would."""
     environment = os.environ | {"PYTHONPATH": f"{SOURCE}:{folder}", "PYTEST_ADDOPTS": ""}
     command = [sys.executable, "-m", "pytest", "-p", PLUGIN, "-p", "no:cacheprovider", *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)

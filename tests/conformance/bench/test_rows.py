@@ -50,5 +50,5 @@ def test_the_table_has_a_line_a_row_and_names_a_missing_peer():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_there_are_no_times():
-    with pytest.raises(ValueError, match="^bench needs a GPU, and torch sees none"):
+    with pytest.raises(ValueError, match=r"^bench needs a GPU, and torch sees none"):
         bench_command(Console(), suites=("seed64k",), peer=None, json_path=None)

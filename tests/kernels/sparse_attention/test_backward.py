@@ -21,6 +21,7 @@ from attnconform.kernels.sparse_attention.backward import (
     sparse_attention,
     transpose_plan,
 )
+from attnconform.kernels.sparse_attention.backward_query import choose_step
 from attnconform.kernels.sparse_attention.backward_transpose import ABSENT, list_entries, tile_slots
 from attnconform.kernels.sparse_attention.rules import (
     Alibi,
@@ -421,6 +422,13 @@ def test_forward_splits_do_not_change_gradients(num_kv_splits: int) -> None:
     case = Case(num_kv_splits=num_kv_splits, mask_rule=Causal(), sink_logits=(0.0, 1.0, -2.0, 0.5), seed=9)
     check_case(case)
     check_case(draw_lists(replace(SPARSE, num_kv_splits=num_kv_splits)))
+
+
+def test_the_rows_of_a_wide_task_are_cut_among_programs() -> None:
+    case = Case(seqlen_q=(67,), seqlen_kv=(70,), dtype=torch.bfloat16, mask_rule=Causal(), seed=10)
+    the_plan = make_plan(case)
+    assert any(choose_step(the_plan, launch).tile_m < launch.shape.tile_m for launch in the_plan.launches)
+    check_case(case)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
