@@ -38,6 +38,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     """Adds one item a case. Runs first, so that -k and --deselect see them."""
     if not config.getoption("--attn-backend"):
         return
+    from attnconform.conformance.backend import Unavailable
     from attnconform.conformance.selection import select_cases
 
     try:
@@ -45,7 +46,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
             config.getoption("--attn-level"), config.getoption("--attn-select"), config.getoption("--attn-shard")
         )
         backend = load(config)
-    except ValueError as error:
+    except (ValueError, Unavailable) as error:
         raise pytest.UsageError(str(error)) from None
     judged = already_judged(config)
     cases = [c for c in cases if c.id not in judged]

@@ -47,6 +47,11 @@ class Comparison:
     def probable_ratio(self) -> float:
         return float(self.ratio(self.probable).max(initial=0.0))
 
+    @property
+    def worst_row_is_empty(self) -> bool:
+        """Whether the worst element lies where no key is seen."""
+        return bool(self.want.size) and bool(np.isneginf(self.want.flat[int(self.ratio(self.worst).argmax())]))
+
     def message(self, bound: FloatArray) -> str:
         """The worst element: where, got, want, bound."""
         ratio = self.ratio(bound)
@@ -99,6 +104,8 @@ def judge_comparisons(
         trial.usage_probable[name] = max(trial.usage_probable.get(name, 0.0), comparison.probable_ratio)
         trial.void += comparison.num_void
         clauses = value_clauses(trial, name)
+        if comparison.worst_row_is_empty:
+            clauses = tuple(sorted(clauses, key=lambda clause: not clause.startswith("EMPTY")))
         if comparison.num_void == comparison.want.size > 0:
             message = f"{name}: the declared arithmetic bounds none of its {comparison.want.size} elements"
             findings.append(Finding(state="UNRESOLVED", clauses=("BOUND-VOID",), message=message))

@@ -3,9 +3,11 @@
 import hashlib
 import re
 from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 
 from attnconform.conformance.adapters.reference_steps import StepsBackend
 from attnconform.conformance.adapters.reference_structures import ReferenceStructures
@@ -22,6 +24,15 @@ ALL = list(DEVIATIONS.values())
 HARMLESS = Deviation("harmless", "SET-HOLE", "Nothing is wrong.", "none", "K", StepsBackend)
 SMALL = 24  # rows times heads of a case that is cheap enough to run for every deviation
 SAME_TRACE = ["writes-before-lse", "writes-past-out"]  # a guard band says that it was written to, not where
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other's cores cost more than these small tensors do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def test_every_clause_that_a_problem_of_the_matrix_exercises_has_a_deviation() -> None:

@@ -1,11 +1,13 @@
 """The kill matrix catches, tells accidents from catches and cannot pass by doing nothing; and the judge's power."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
 from attnconform.conformance.adapters.reference_steps import StepsBackend
@@ -28,6 +30,15 @@ from attnconform.reference.steps import Steps
 
 CASES = tuple(c for c in matrix("L1") if "listing" in c.axes and c.axes["listing"] == "duplicates")[:6]
 HARMLESS = Deviation("harmless", "SET-DUPLICATE", "Nothing is wrong.", "none", "K", StepsBackend)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other's cores cost more than these small tensors do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def result_of(deviation: Deviation) -> KillMatrix:
@@ -157,8 +168,8 @@ def long_case(seed: int, values: ValueKind) -> Case:
         seqlens_kv=(NUM_KEYS,),
         num_qo_heads=2,
         num_kv_heads=1,
-        head_dim_qk=64,
-        head_dim_vo=256,
+        head_dim_qk=32,
+        head_dim_vo=128,
         page_size=16,
         num_pages=NUM_KEYS // 16,
         page_table=(tuple(range(NUM_KEYS // 16)),),
@@ -182,7 +193,7 @@ def test_one_key_among_512_is_caught_in_100_of_100_random_cases(mistake: type[Lo
     for seed in range(100):
         position = int(np.random.default_rng(seed).integers(NUM_KEYS))
         case = long_case(seed, "peaked" if seed % 2 else "normal")
-        result = judge_case(case, with_steps(mistake(position)), checks=(check_membership, check_values))
+        result = judge_case(case, with_steps(mistake(position)), checks=(check_membership,))
         named_positions = [f"position {position}," in finding.message for finding in result.findings]
         states.append((result.state, any(named_positions)))
     assert states == [("FAIL_membership", True)] * 100

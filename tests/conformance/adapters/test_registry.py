@@ -42,9 +42,11 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "adapters_under_test"
 
 
-def test_every_bundled_name_but_those_of_another_device_loads_under_its_own_name() -> None:
+def test_every_bundled_name_loads_under_its_own_name() -> None:
     for name in BUNDLED:
-        backend = load_backend(name, "cpu")
+        # On a GPU machine Triton is there to compile, and one process cannot do both.
+        on_gpu = torch.cuda.is_available() and name != "sdpa-lse"
+        backend = load_backend(name, "cuda" if on_gpu else "cpu")
         assert isinstance(backend, Backend)
         assert backend.name == name
         backend.close()
