@@ -12,7 +12,7 @@ from attnconform.conformance.cases.axes import BACKWARD_AXES, EXCLUSIONS, FORWAR
 from attnconform.conformance.cases.clauses_of import clauses_of
 from attnconform.conformance.cases.generate import build_structure
 from attnconform.conformance.cases.refusals import refusal_cases
-from attnconform.conformance.cases.structure import Case, build_problem, named
+from attnconform.conformance.cases.structure import CandidateStructure, Case, build_problem, named
 from attnconform.conformance.cases.structures import structure_cases
 
 AXES = {"forward": FORWARD_AXES, "backward": BACKWARD_AXES}
@@ -101,7 +101,26 @@ def matrix(level: str) -> tuple[Case, ...]:
     if level != "L1":
         raise ValueError(f"level is {level}, but the levels are L0 and L1")
     generated = [matrix_case(op, i, row) for op in AXES for i, row in enumerate(frozen_rows(op))]
-    return (*smoke_cases(), *generated, *structure_cases(generated), *refusal_cases())
+    return (*smoke_cases(), *generated, wide_case(), *structure_cases(generated), *refusal_cases())
+
+
+WIDE_PAGE_STRIDE = 2**29  # of five pages the last one starts at element 2^31
+
+
+def wide_case() -> Case:
+    """A pool whose last page lies past element 2^31. [COORD-WIDE]"""
+    row = SMOKE_ROW | {"dtype": "float16", "lengths": "page_edge", "page_size": "16", "granularity": "token"}
+    case = matrix_case("forward", 1 << 21, row | {"sharing": "kv_head"})
+    structure = msgspec.structs.replace(
+        case.structure,
+        seqlens_q=(1,),
+        seqlens_kv=(49,),
+        num_pages=5,
+        page_table=((4, 1, 3, 2),),
+        candidates=CandidateStructure(lists=((0, 17, 48), (5, 30, 47)), sharing="kv_head"),
+        page_stride=WIDE_PAGE_STRIDE,
+    )
+    return named(msgspec.structs.replace(case, structure=structure), "decode-token-none-wide-pool")
 
 
 SMOKE_ROW = {

@@ -51,6 +51,7 @@ class Structure(msgspec.Struct, frozen=True, kw_only=True):
     page_table: tuple[tuple[int, ...], ...]  # per request, only the pages it uses
     layout: Literal["NHD", "HND"] = "NHD"
     interleaved: bool = False  # K and V are views of one pool, so that strides are not those of a dense tensor
+    page_stride: int | None = None  # elements from page to page of a pool far larger than its pages; None: no gap
     page_owner: tuple[int, ...] | None = None  # the one request that may read a page, or -1 for every request
     candidates: CandidateStructure | None = None
     mask_rule: MaskRule | None = None

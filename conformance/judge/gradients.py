@@ -9,7 +9,7 @@ from attnconform.conformance.clauses import checks
 from attnconform.conformance.judge.blocks import placed_blocks
 from attnconform.conformance.judge.hygiene import mutation_findings
 from attnconform.conformance.judge.membership import HEAD_ROTATION, LEAST_WEIGHT, expected_weights
-from attnconform.conformance.judge.trial import ObservedGradients, Trial, with_values
+from attnconform.conformance.judge.trial import ObservedGradients, Trial, same_bits, with_values
 from attnconform.conformance.judge.values import SEEDS, Comparison, judge_comparisons
 from attnconform.conformance.judge.verdict import Finding
 from attnconform.reference.coordinates import BoolArray, FloatArray, IntArray
@@ -45,12 +45,13 @@ def compare_gradients(
 
 @checks(
     "GRAD-FORMULA", "GRAD-SET", "GRAD-SUM", "GRAD-SOFTCAP", "GRAD-SINK", "GRAD-LSE", "GRAD-ZERO", "EMPTY-GRAD",
-    "BLOCK-TRANSPOSE", "SAFE-INPUTS", "BOUND-GRAD", "SET-ALIAS", "SCORE-HEAD", "GQA-MAP",
+    "DETERMINISM-RUN", "COORD-STRIDE", "BLOCK-TRANSPOSE", "SAFE-INPUTS", "BOUND-GRAD", "SET-ALIAS", "SCORE-HEAD",
+    "GQA-MAP",
 )  # fmt: skip
 def check_gradients(trial: Trial) -> list[Finding]:
     """dQ, dK, dV and dsink, each alone, element by element."""
     observed = trial.run_backward(trial.values, trial.base)
-    findings = mutation_findings(observed.mutated, "backward")
+    findings = [*mutation_findings(observed.mutated, "backward"), *repeat_findings(trial, observed)]
     oracle = trial.oracle_gradients(trial.values, trial.oracle)
     if oracle.dsink is not None and observed.dsink is None:
         message = "backward returned no dsink, though the problem has sink logits"
@@ -58,6 +59,18 @@ def check_gradients(trial: Trial) -> list[Finding]:
     findings += zero_findings(trial, observed)
     compared = compare_gradients(trial, trial.values, observed, oracle, trial.oracle)
     return [*findings, *judge_comparisons(trial, compared, exceeds_under_other_seeds, "FAIL_gradient")]
+
+
+def repeat_findings(trial: Trial, observed: ObservedGradients) -> list[Finding]:
+    """The second backward gives the first one's bits, where determinism is declared. [DETERMINISM-RUN]"""
+    if trial.backend.capabilities.determinism == "none":
+        return []
+    again = trial.run_backward(trial.values, trial.base)
+    for name in ("dq", "dk", "dv"):
+        if not same_bits(getattr(observed.raw, name), getattr(again.raw, name)):
+            message = f"the same backward gives other bits of {name}"
+            return [Finding(state="FAIL_determinism", clauses=("DETERMINISM-RUN",), message=message)]
+    return []
 
 
 def zero_findings(trial: Trial, observed: ObservedGradients) -> list[Finding]:

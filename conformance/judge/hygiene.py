@@ -34,15 +34,15 @@ def check_bounds(trial: Trial) -> list[Finding]:
 
 @checks("SAFE-INPUTS")
 def check_inputs(trial: Trial) -> list[Finding]:
-    """Inputs hold what they held."""
-    return mutation_findings(trial.base.mutated, "forward")
+    """Inputs hold what they held, index arrays included."""
+    return mutation_findings((*trial.base.mutated, *trial.second.mutated), "forward")
 
 
 def mutation_findings(names: tuple[str, ...], call: str) -> list[Finding]:
-    """A finding for every input that a call changed."""
+    """A finding for every input that a call changed, each once."""
     return [
         Finding(state="FAIL_input_mutated", clauses=("SAFE-INPUTS",), message=f"{call} changed its input {name}")
-        for name in names
+        for name in dict.fromkeys(names)
     ]
 
 
@@ -64,13 +64,17 @@ def declares_fallback(trial: Trial) -> bool:
     return any(axis in domains and domains[axis].holds(value) for axis, value in trial.case.axes.items())
 
 
-@checks("DETERMINISM-RUN", "MASK-INTERFERE")
+@checks("DETERMINISM-RUN", "MASK-INTERFERE", "SAFE-WRITE")
 def check_repeat(trial: Trial) -> list[Finding]:
     """The second run gives the first run's bits, whatever lies in slots that nobody owns."""
     if trial.backend.capabilities.determinism == "none" or same_outputs(trial.base, trial.second):
         return []
     again = trial.run(trial.values)
     if same_outputs(trial.base, again):
+        held = trial.run(trial.values, poison=SECOND_POISON)
+        if not same_outputs(trial.base, held):
+            message = f"out changes with what it held before: {first_difference(trial.base, held)}"
+            return [Finding(state="FAIL_unwritten", clauses=("SAFE-WRITE",), message=message)]
         message = f"out changes with bytes that no request owns: {first_difference(trial.base, trial.second)}"
         return [Finding(state="FAIL_interference", clauses=("MASK-INTERFERE", "MASK-TAIL"), message=message)]
     message = f"the same call gives other bits: {first_difference(trial.base, again)}"

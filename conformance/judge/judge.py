@@ -101,7 +101,7 @@ def run_checks(trial: Trial, checks: Sequence[Check]) -> list[Finding]:
         try:
             found = check(trial)
         except BackendCrash as crash:
-            found = [Finding(state="CRASH", clauses=("SAFE-PATH",), message=str(crash))]
+            found = [Finding(state="CRASH", clauses=(crash.clause,), message=str(crash))]
         except Exception as error:  # a fault of the suite must be told apart from one of the backend
             place = traceback.extract_tb(error.__traceback__)[-1]
             message = f"{type(error).__name__}: {error} ({place.name}, line {place.lineno})"

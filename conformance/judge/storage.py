@@ -50,18 +50,32 @@ def store_cache(
     if structure.layout == "HND":
         order = (structure.num_pages, heads, structure.page_size)
     dtype = TORCH_DTYPES[structure.dtype]
-    pool = torch.full((*order[:2], 2, order[2], dim), float("nan"), dtype=dtype, device=device)
+    shape = (*order[:2], 2, order[2], dim)
+    pool = wide_pool(shape, structure.page_stride, dtype, device)
     stored = []
     for i, by_slot in enumerate((k, v)):
         tensor = torch.from_numpy(by_slot).to(dtype).view(structure.num_pages, structure.page_size, heads, -1)
         paged = (tensor if structure.layout == "NHD" else tensor.transpose(1, 2)).to(device)
-        if structure.interleaved:
+        if structure.interleaved or structure.page_stride is not None:
             view = pool[:, :, i, :, : paged.shape[-1]]
             view.copy_(paged)
             stored.append(view)
         else:
             stored.append(paged.contiguous())
     return stored[0], stored[1]
+
+
+def wide_pool(shape: tuple[int, ...], page_stride: int | None, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """A pool of NaN; its pages `page_stride` elements apart where that is given. [COORD-WIDE]
+
+    Memory between pages is never touched, so on a CPU it is never there.
+    """
+    if page_stride is None:
+        return torch.full(shape, float("nan"), dtype=dtype, device=device)
+    inner = torch.Size(shape[1:]).numel()
+    storage = torch.empty((shape[0] - 1) * page_stride + inner, dtype=dtype, device=device)
+    strides = torch.empty(shape[1:], device="meta").stride()
+    return storage.as_strided(shape, (page_stride, *strides)).fill_(float("nan"))
 
 
 def store_inputs(

@@ -15,7 +15,7 @@ from attnconform.conformance.cases.values import Values, build_values
 from attnconform.conformance.judge.storage import store_inputs
 from attnconform.conformance.views import ProblemView
 from attnconform.reference.attention import EffectiveSets, effective_sets
-from attnconform.reference.coordinates import BoolArray, FloatArray
+from attnconform.reference.coordinates import BoolArray, FloatArray, IntArray
 from attnconform.reference.problem import AttentionProblem
 from attnconform.reference.steps import AttentionResult, Gradients, Steps
 
@@ -28,7 +28,11 @@ HUGE = 1.0e4  # finite, and so large that any influence shows
 
 
 class BackendCrash(Exception):
-    """The backend raised where it should have answered."""
+    """The backend raised where it should have answered; a refusal names its clause."""
+
+    def __init__(self, message: str, clause: str = "SAFE-PATH") -> None:
+        super().__init__(message)
+        self.clause = clause
 
 
 def first_line(error: Exception) -> str:
@@ -77,6 +81,7 @@ class Trial:
         self.usage_probable: dict[str, float] = {}
         self.unresolved = 0
         self.void = 0
+        self.rewritten: set[str] = set()  # index arrays that some call changed
 
     @cached_property
     def edges(self) -> EffectiveSets:
@@ -127,12 +132,23 @@ class Trial:
     def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """One call into the backend. Raises BackendCrash for whatever it raises: the problem is a sound one."""
         self.calls += 1
+        before = {name: array.copy() for name, array in index_arrays(self.problem).items()}
         try:
             return function(*args, **kwargs)
         except self.backend.refusals as error:
-            raise BackendCrash(f"refused a sound problem: {first_line(error)}") from error
+            clause = getattr(error, "clause", "SAFE-REFUSE")
+            raise BackendCrash(f"refused a sound problem: {first_line(error)}", str(clause)) from error
         except Exception as error:
             raise BackendCrash(f"raised {type(error).__name__}: {first_line(error)}") from error
+        finally:
+            self.restore_index_arrays(before)
+
+    def restore_index_arrays(self, before: dict[str, IntArray]) -> None:
+        """Notes the problem's own arrays that a call changed, and puts them back for the calls to come."""
+        for name, array in index_arrays(self.problem).items():
+            if not np.array_equal(array, before[name]):
+                self.rewritten.add(name)
+                array[...] = before[name]
 
     def run(self, values: Values, *, unowned: float = NAN, poison: float = NAN) -> Observed:
         """One forward call; slots that nobody owns hold `unowned`."""
@@ -153,7 +169,7 @@ class Trial:
             lse_bits=None if lse is None else lse.detach().clone(),
             path=forward.path,
             guards_intact=all(g.is_intact() for g in guards),
-            mutated=changed_inputs(tensors, before),
+            mutated=(*changed_inputs(tensors, before), *sorted(self.rewritten)),
             forward=forward,
             tensors=tensors,
         )
@@ -163,16 +179,22 @@ class Trial:
         observed = observed or self.run(values)
         dtype, device = observed.tensors.q.dtype, self.backend.device
         dout = torch.from_numpy(values.dout).to(dtype).to(device)
+        if self.case.structure.interleaved:  # the same numbers with heads outermost in memory [COORD-STRIDE]
+            dout = dout.transpose(0, 1).contiguous().transpose(0, 1)
         dlse = self.dlse(values)
         to_lse = None if dlse is None else torch.from_numpy(dlse).to(torch.float32).to(device)
-        before = snapshot(observed.tensors)
+        before, dout_before = snapshot(observed.tensors), dout.clone()
         raw = self.call(self.backend.backward, self.view, observed.tensors, observed.forward, dout, to_lse)
         return ObservedGradients(
             dq=as_float64(raw.dq),
             dk=as_float64(self.view.by_slot(raw.dk)),
             dv=as_float64(self.view.by_slot(raw.dv)),
             dsink=None if raw.dsink is None else as_float64(raw.dsink),
-            mutated=changed_inputs(observed.tensors, before),
+            mutated=(
+                *changed_inputs(observed.tensors, before),
+                *(() if same_bits(dout, dout_before) else ("dout",)),
+                *sorted(self.rewritten),
+            ),
             raw=raw,
         )
 
@@ -189,6 +211,15 @@ def replace_seed(case: Case, seed: int) -> Case:
 def with_values(values: Values, **changes: FloatArray) -> Values:
     """The numbers with some arrays replaced."""
     return replace(values, **changes)
+
+
+def index_arrays(problem: AttentionProblem) -> dict[str, IntArray]:
+    """Every integer array of a problem by name; a backend reads them and leaves them as they are. [SAFE-INPUTS]"""
+    arrays = {"qo_indptr": problem.qo_indptr, "seqlen_kv": problem.seqlen_kv, "q_offset": problem.q_offset}
+    arrays["page_table"] = problem.cache.page_table
+    if problem.candidates is not None:
+        arrays |= {"indptr": problem.candidates.indptr, "indices": problem.candidates.indices}
+    return arrays
 
 
 def as_float64(tensor: torch.Tensor) -> FloatArray:
