@@ -93,12 +93,12 @@ class TritonKernels(Backend):
         interpreted = interpreting(device)
         try:
             from attnconform.kernels import sparse_attention
-            from attnconform.kernels.sparse_attention import backward, rules
+            from attnconform.kernels.sparse_attention import rules
         except ModuleNotFoundError as error:
             if error.name != "triton":
                 raise
             raise Unavailable("the bundled kernels need Triton: pip install triton") from error
-        self.kernels, self.backward_kernel, self.rules = sparse_attention, backward.backward, rules
+        self.kernels, self.backward_kernel, self.rules = sparse_attention, sparse_attention.backward, rules
         self.refusals = (sparse_attention.PlanError, RefusedInput)
         self.capabilities = Capabilities(
             supported={"refusal": REFUSALS}, numerics=declared_numerics(interpreted), tolerates_nonfinite=True

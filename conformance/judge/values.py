@@ -1,5 +1,6 @@
 """Step 4: out and lse, element by element, against bounds made from the declared arithmetic."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -100,8 +101,12 @@ def judge_comparisons(
     findings = []
     for comparison in compared:
         name = comparison.name
-        trial.usage[name] = max(trial.usage.get(name, 0.0), comparison.worst_ratio)
-        trial.usage_probable[name] = max(trial.usage_probable.get(name, 0.0), comparison.probable_ratio)
+        # JSON has no infinity
+        for usage, ratio in (
+            (trial.usage, comparison.worst_ratio),
+            (trial.usage_probable, comparison.probable_ratio),
+        ):
+            usage[name] = max(usage.get(name, 0.0), min(ratio, sys.float_info.max))
         trial.void += comparison.num_void
         clauses = value_clauses(trial, name)
         if comparison.worst_row_is_empty:

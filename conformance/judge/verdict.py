@@ -16,7 +16,7 @@ NOT_RUN: frozenset[State] = frozenset({"UNSUPPORTED"})
 # where several findings stand against one case, the first of these is its state
 SEVERITY: tuple[State, ...] = (
     "HARNESS_ERROR", "CRASH", "HANG", "NOT_REFUSED", "REFUSED_LATE", "FAIL_oob_write", "FAIL_input_mutated",
-    "FALLBACK_UNDECLARED", "FAIL_membership", "FAIL_unwritten", "FAIL_interference", "FAIL_race", "FAIL_determinism",
+    "FALLBACK_UNDECLARED", "FAIL_unwritten", "FAIL_membership", "FAIL_interference", "FAIL_race", "FAIL_determinism",
     "FAIL_nonfinite", "FAIL_gradient", "FAIL_value", "VACUOUS", "UNRESOLVED", "QUALITY", "FALLBACK_DECLARED",
 )  # fmt: skip
 

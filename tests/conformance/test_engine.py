@@ -63,7 +63,7 @@ def test_a_backend_that_declares_nothing_runs_nothing_and_exits_with_3(miniature
     ("arguments", "message"),
     [
         (("run", "-b", "nosuch"), "backend is 'nosuch', but must be MODULE:CLASS or one of"),
-        (("run", "-b", "miniatures:Nothing"), "Nothing in miniatures is not a subclass of Backend"),
+        (("run", "-b", "miniatures:Nothing"), "miniatures has no Nothing"),
         (("run", "-b", "miniatures:NOT_A_BACKEND"), "NOT_A_BACKEND in miniatures is not a subclass of Backend"),
         (("run", "-b", "no_such_module:X"), "no_such_module does not import: ModuleNotFoundError"),
         (("run", "-b", "miniatures:FailsToStart"), "did not start: OSError: no licence found"),

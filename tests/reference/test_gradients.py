@@ -153,7 +153,7 @@ def features(case: Case) -> set[str]:
 def test_gradients_are_central_differences_of_the_exact_loss(worst: dict[str, float]) -> None:
     met: set[str] = set()
 
-    @settings(max_examples=profiles.examples(120))
+    @settings(max_examples=profiles.examples(240))
     @given(case=cases(TINY, operations=("backward",), values=KINDS))
     def check(case: Case) -> None:
         problem = build_problem(case.structure)
