@@ -373,7 +373,7 @@ def test_longest_tasks_come_first():
 def test_decode_rows_and_prefill_rows_have_tiles_of_their_own():
     got = build(qo_indptr=[0, 1, 1, 101], dtype=torch.bfloat16)
     assert [launch.shape.tile_m for launch in got.launches] == [16, 256]
-    assert [launch.shape.tile_q for launch in got.launches] == [1, 64]
+    assert [launch.shape.tile_q for launch in got.launches] == [1, 100]
 
 
 def test_empty_batch_has_no_launch():
