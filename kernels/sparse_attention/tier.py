@@ -145,6 +145,9 @@ def plan_tier(
     if num_qo_heads < 1 or num_kv_heads < 1 or num_qo_heads % num_kv_heads:
         limit = f"must be a multiple of num_kv_heads, {num_kv_heads}"
         raise PlanError("GQA-MAP", "num_qo_heads", num_qo_heads, limit)
+    if batch_size * num_qo_heads * capacity >= 2**31:
+        limit = f"batch_size * num_qo_heads * capacity must be below 2^31 for {batch_size} and {num_qo_heads}"
+        raise PlanError("COORD-WIDE", "capacity", capacity, limit)
     if not math.isfinite(sm_scale):
         raise PlanError("SAFE-FINITE", "sm_scale", sm_scale, "must be finite")
     device = torch.empty(0, device=device).device
@@ -203,11 +206,60 @@ def plan_tier(
         sink_logits=sink_logits,
         launches=(launch,),
     )
-    errors = torch.full((3,), NO_ERROR, dtype=torch.int64, device=device)
-    lengths = torch.zeros(num_lists, dtype=torch.int32, device=device)
+    return _make_tier(plan, capacity, max_seqlen_kv, granularity, block_size, len(tiles[0]), num_splits)
+
+
+def _make_tier(
+    plan: Plan,
+    capacity: int,
+    max_seqlen_kv: int,
+    granularity: Literal["token", "block"],
+    block_size: int,
+    tiles_per_list: int,
+    num_splits: int,
+) -> Tier:
+    """The plan with the index kernel's own storage and arguments."""
+    assert plan.list_indptr is not None
+    num_lists, launch = plan.list_indptr.numel() - 1, plan.launches[0]
     max_ids = -(-capacity // block_size) + 1
     num_words = triton.cdiv(triton.cdiv(max_seqlen_kv, block_size), 32)
     is_long = num_words > MAX_TILE_WORDS
+    errors = torch.full((3,), NO_ERROR, dtype=torch.int64, device=plan.device)
+    lengths, bitmap, ids = (
+        torch.zeros(size, dtype=torch.int32, device=plan.device)
+        for size in (num_lists, num_lists * num_words, num_lists * max_ids)
+    )
+    fixed: dict[str, object] = {
+        "list_slots_ptr": plan.list_slots,
+        "list_positions_ptr": plan.list_positions,
+        "list_lengths_ptr": lengths,
+        "row_positions_ptr": plan.row_positions,
+        "mask_ends_ptr": plan.mask_ends,
+        "tasks_ptr": launch.tasks,
+        "merges_ptr": launch.merges,
+        "errors_ptr": errors,
+        "bitmap_ptr": bitmap,
+        "ids_ptr": ids,
+        "capacity": capacity,
+        "max_pages": plan.page_table.shape[1],
+        "num_pages": plan.num_pages,
+        "num_words": num_words,
+        "max_ids": max_ids,
+        "LISTS_PER_ROW": num_lists // plan.batch_size,
+        "BLOCK_SIZE": block_size,
+        "PAGE_SIZE": plan.page_size,
+        "TILES_PER_LIST": tiles_per_list,
+        "NUM_SPLITS": num_splits,
+        "PADDED_SPLITS": triton.next_power_of_2(num_splits),
+        "TASK_WIDTH": len(TASK_FIELDS),
+        "MERGE_WIDTH": len(MERGE_FIELDS),
+        "TILE_KV": launch.shape.tile_kv,
+        "STEP": min(STEP, triton.next_power_of_2(max(capacity, 32))),
+        "TILE_WORDS": min(MAX_TILE_WORDS * (4 if is_long else 1), triton.next_power_of_2(num_words)),
+        "ENTRY_ROW": ENTRY_ERROR,
+        "PAGE_ROW": PAGE_ERROR,
+        "CAPACITY_ROW": CAPACITY_ERROR,
+    }
     return Tier(
         plan=plan,
         granularity=granularity,
@@ -218,37 +270,7 @@ def plan_tier(
         list_lengths=lengths,
         num_warps=16 if is_long else 8,
         prepared={},
-        fixed={
-            "list_slots_ptr": plan.list_slots,
-            "list_positions_ptr": plan.list_positions,
-            "list_lengths_ptr": lengths,
-            "row_positions_ptr": plan.row_positions,
-            "mask_ends_ptr": plan.mask_ends,
-            "tasks_ptr": launch.tasks,
-            "merges_ptr": launch.merges,
-            "errors_ptr": errors,
-            "bitmap_ptr": torch.zeros(num_lists * num_words, dtype=torch.int32, device=device),
-            "ids_ptr": torch.zeros(num_lists * max_ids, dtype=torch.int32, device=device),
-            "capacity": capacity,
-            "max_pages": max_pages,
-            "num_pages": num_pages,
-            "num_words": num_words,
-            "max_ids": max_ids,
-            "LISTS_PER_ROW": lists_per_row,
-            "BLOCK_SIZE": block_size,
-            "PAGE_SIZE": page_size,
-            "TILES_PER_LIST": len(tiles[0]),
-            "NUM_SPLITS": num_splits,
-            "PADDED_SPLITS": triton.next_power_of_2(num_splits),
-            "TASK_WIDTH": len(TASK_FIELDS),
-            "MERGE_WIDTH": len(MERGE_FIELDS),
-            "TILE_KV": shape.tile_kv,
-            "STEP": min(STEP, triton.next_power_of_2(max(capacity, 32))),
-            "TILE_WORDS": min(MAX_TILE_WORDS * (4 if is_long else 1), triton.next_power_of_2(num_words)),
-            "ENTRY_ROW": ENTRY_ERROR,
-            "PAGE_ROW": PAGE_ERROR,
-            "CAPACITY_ROW": CAPACITY_ERROR,
-        },
+        fixed=fixed,
     )
 
 
