@@ -1,11 +1,11 @@
-"""A single file that reproduces a failure with numpy and the adapter alone."""
+"""A single file that reproduces a failure: the case and the right numbers inside, the adapter by name."""
 
 import json
 from pathlib import Path
 
 from attnconform.conformance.cases.structure import Case, encode_case
 
-TEMPLATE = '''"""Reproduces {case_id} on {backend}. Needs numpy and the adapter; what is expected stands below."""
+TEMPLATE = '''"""Reproduces {case_id} on {backend}. Needs attnconform and the adapter; what is expected stands below."""
 
 import json
 
