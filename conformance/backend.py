@@ -8,11 +8,12 @@ import msgspec
 import torch
 
 from attnconform.conformance.bounds.numerics import NUMERICS_CLASSES, Numerics
+from attnconform.conformance.lifecycle import Lifecycle
 from attnconform.conformance.structures import Structures
 from attnconform.conformance.views import ProblemView
 from attnconform.reference.errors import RefusedInput
 
-Determinism = Literal["none", "run_to_run"]
+Determinism = Literal["none", "run_to_run", "batch_invariant"]  # each promises what the one before does
 
 
 class OneOf(msgspec.Struct, frozen=True, tag=True):
@@ -35,11 +36,24 @@ class Span(msgspec.Struct, frozen=True, tag=True):
         return isinstance(value, int) and self.low <= value <= self.high and (value - self.low) % self.step == 0
 
 
-Domain = OneOf | Span
+class Whole(msgspec.Struct, frozen=True, tag=True):
+    """A domain that leaves nothing out."""
+
+    def holds(self, value: str | int | bool) -> bool:
+        return True
+
+
+Domain = OneOf | Span | Whole
+
+
+# features that a backend has only where it says so: axis -> the value that means "not used"
+OPTIONAL_AXES = {
+    "quant": "none", "dropout": "none", "rope": "none", "epilogue": "none", "head_pages": "none", "form": "set",
+}  # fmt: skip
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What a backend declares. An axis that is not named in `supported` is supported whole."""
+    """What a backend declares. An axis not named in `supported` is supported whole, OPTIONAL_AXES not at all."""
 
     supported: Mapping[str, Domain] = {}  # axis name -> values it runs
     fallback: Mapping[str, Domain] = {}  # axis name -> further values it runs on another path, which it then reports
@@ -48,9 +62,20 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     lse_base: Literal["e", "2"] = "e"
     has_backward: bool = True
     gradient_of_lse: bool = True  # backward takes dlse
+    score_gradients: bool = False  # backward gives gradients of the score rules' parameters
+    quantized_backward: bool = False  # backward takes quantized caches
     tolerates_nonfinite: bool = False  # NaN in owned slots that no row selects has no influence
     determinism: Determinism = "run_to_run"
+    live_indices: bool = False  # a plan reads index arrays when it runs, and the caller leaves them alone until then
     checks_owner: bool = False  # refuses another request's page where the problem says who owns what
+
+    def declares(self, axis: str, value: str) -> bool:
+        """Whether inputs with this value of an axis may be sent."""
+        if axis in self.fallback and self.fallback[axis].holds(value):
+            return True
+        if axis in self.supported:
+            return self.supported[axis].holds(value)
+        return value == OPTIONAL_AXES.get(axis, value)
 
     def numerics_of(self, dtype: str) -> Numerics:
         """Declared arithmetic for inputs of one dtype."""
@@ -74,6 +99,9 @@ class Tensors:
     v_cache: torch.Tensor  # likewise, head_dim_vo
     out: torch.Tensor  # (total_q, num_qo_heads, head_dim_vo)
     lse: torch.Tensor  # (total_q, num_qo_heads) float32
+    # float32 scales of a quantized cache, whose tensor then holds int8 or float8 codes; shapes as in Quantization
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -94,9 +122,10 @@ class Backward:
     dk: torch.Tensor  # in the cache's shape
     dv: torch.Tensor
     dsink: torch.Tensor | None = None  # (num_qo_heads,)
+    dscore: tuple[torch.Tensor, ...] | None = None  # one per score rule, in the shape of its parameters
 
 
-class Backend(Structures):
+class Backend(Structures, Lifecycle):
     """An implementation under judgement. Subclasses set `name` and `capabilities` and write `forward`."""
 
     name: ClassVar[str] = "unnamed"

@@ -15,7 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 console = Console()
 USAGE = 2
 backend_option = click.option(
-    "-b", "--backend", default="triton", show_default=True, help="bundled name or MODULE:CLASS"
+    "-b", "--backend", default="triton", show_default=True, help="bundled name, MODULE:CLASS or exec:COMMAND"
 )
 device_option = click.option("--device", default=None, help="cpu or cuda [default: cuda where there is a GPU]")
 out_option = click.option(
@@ -65,6 +65,10 @@ def main() -> None:
 @click.option("--shard", default="1/1", show_default=True, metavar="I/N")
 @click.option("--case-timeout", type=float, default=300.0, show_default=True, help="seconds until a case is a HANG")
 @click.option("--resume", is_flag=True, help="go on from the results that an interrupted run left in --out")
+@click.option(
+    "--expectations", type=click.Path(path_type=Path, dir_okay=False), default=None,
+    help="TOML file of failures that are known and tracked",
+)  # fmt: skip
 @one_line_errors
 def run(
     backend: str,
@@ -76,6 +80,7 @@ def run(
     shard: str,
     case_timeout: float,
     resume: bool,
+    expectations: Path | None,
 ) -> None:
     """Judge a backend on the conformance matrix."""
     from attnconform.conformance.running import judge_and_report
@@ -92,6 +97,7 @@ def run(
             shard=shard,
             case_timeout=case_timeout,
             resume=resume,
+            expectations=expectations,
         )
     )
 
@@ -102,10 +108,13 @@ def run(
 @out_option
 @one_line_errors
 def smoke(backend: str, device: str | None, out: Path) -> None:
-    """Is the adapter right? A handful of plain cases."""
+    """Is the adapter right? Which conventions it follows, on a dozen tiny cases, and the verdict on the plain ones."""
+    from attnconform.conformance.explain.smoke import smoke_command
     from attnconform.conformance.running import judge_and_report
 
-    sys.exit(judge_and_report(console, backend=backend, device=default_device(device), out=out, level="L0", workers=1))
+    chosen = default_device(device)
+    misfit = smoke_command(console, backend=backend, device=chosen)
+    sys.exit(judge_and_report(console, backend=backend, device=chosen, out=out, level="L0", workers=1) or misfit)
 
 
 @main.command()
@@ -113,19 +122,40 @@ def smoke(backend: str, device: str | None, out: Path) -> None:
 @device_option
 @out_option
 @click.option(
-    "--baseline", type=click.Path(path_type=Path, dir_okay=False), required=True, help="results.jsonl to hold on to"
-)
+    "--baseline", type=click.Path(path_type=Path, dir_okay=False), required=True,
+    help="results.jsonl, or with --performance a bench's JSON, to hold on to",
+)  # fmt: skip
 @click.option("--level", default="L1", show_default=True)
 @click.option("-n", "--workers", type=click.IntRange(1), default=None)
 @click.option("--select", default="")
-@click.option("--margin", type=float, default=None, help="how far max(error / bound) may rise, as a factor")
+@click.option("--margin", type=float, default=None, help="how far a figure may get worse, as a factor")
 @click.option("--write-baseline", is_flag=True, help="write the baseline from this run instead of comparing")
+@click.option(
+    "--performance", is_flag=True, help="compare speed, by ratios measured in one run, instead of correctness"
+)
+@click.option("--suite", "suites", multiple=True, default=("seed64k",), show_default=True, help="with --performance")
+@click.option("--peer", default=None, help="with --performance")
 @one_line_errors
 def gate(
     backend: str, device: str | None, out: Path, baseline: Path, level: str, workers: int | None, select: str,
-    margin: float | None, write_baseline: bool,
+    margin: float | None, write_baseline: bool, performance: bool, suites: tuple[str, ...], peer: str | None,
 ) -> None:  # fmt: skip
     """Compare a run with a baseline; exit 1 on anything that got worse."""
+    if performance:
+        from attnconform.conformance.bench.command import check_choices, run_suites
+        from attnconform.conformance.bench.performance_gate import performance_gate
+
+        check_choices(suites, backend, peer)
+        sys.exit(
+            performance_gate(
+                console,
+                baseline=baseline,
+                run=lambda: run_suites(console, suites=suites, backend=backend, peer=peer),
+                out=out,
+                margin=margin,
+                write_baseline=write_baseline,
+            )
+        )
     from attnconform.conformance.running import run_gate
 
     sys.exit(
@@ -166,12 +196,34 @@ def replay(trace: Path, backend: str, device: str | None, seed: int, max_cases: 
 
 
 @main.command()
-@click.argument("case")
+@click.argument("case", required=False)
 @backend_option
 @device_option
+@click.option("--blind", is_flag=True, help="measure explain itself: every deviation, unnamed, has to be found again")
+@click.option("--select", default="", help="with --blind: deviations whose id or clause holds this, or a fault class")
+@click.option("--processes", type=click.IntRange(1), default=1, show_default=True, help="with --blind")
+@click.option("--seed", type=int, default=0, show_default=True, help="with --blind: the order of all of them")
+@click.option("--rounding", is_flag=True, help="with --blind: subjects round like another implementation")
+@click.option(
+    "--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), default=None,
+    help="with --blind: where a record a deviation is written",
+)  # fmt: skip
 @one_line_errors
-def explain(case: str, backend: str, device: str | None) -> None:
+def explain(
+    case: str | None, backend: str, device: str | None, blind: bool, select: str, processes: int, seed: int,
+    rounding: bool, json_path: Path | None,
+) -> None:  # fmt: skip
     """Say why a backend fails a case: a case id, or a case's JSON file."""
+    if blind == (case is not None):
+        raise ValueError("explain takes either a case or --blind")
+    if case is None:
+        from attnconform.conformance.explain.blind import blind_command
+
+        sys.exit(
+            blind_command(
+                console, select=select, processes=processes, seed=seed, rounding=rounding, json_path=json_path
+            )
+        )
     from attnconform.conformance.explain import explain_case
 
     sys.exit(explain_case(console, case, backend=backend, device=default_device(device)))
@@ -211,13 +263,16 @@ def verify(folder: Path) -> None:
 
 @main.command("kill-matrix")
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), default=None)
-@click.option("--seeds", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--html", "html_path", type=click.Path(path_type=Path, dir_okay=False), default=None)
+@click.option("--seeds", type=click.IntRange(1), default=1, show_default=True, help="judge every case under so many")
+@click.option("--select", default="", help="keep deviations and variants whose id or clause contains this")
+@click.option("--processes", type=click.IntRange(1), default=2, show_default=True)
 @one_line_errors
-def kill_matrix(json_path: Path | None, seeds: int) -> None:
+def kill_matrix(json_path: Path | None, html_path: Path | None, seeds: int, select: str, processes: int) -> None:
     """Measure the suite's own power: deviations it must catch, faithful variants it must accept."""
     from attnconform.conformance.kill_matrix import kill_matrix_command
 
-    sys.exit(kill_matrix_command(json_path, seeds=seeds))
+    sys.exit(kill_matrix_command(json_path, html_path=html_path, seeds=seeds, select=select, processes=processes))
 
 
 @main.command()
@@ -228,6 +283,58 @@ def spec(coverage: bool) -> None:
     from attnconform.conformance.spec_report import print_clauses, print_coverage
 
     sys.exit(print_coverage(console) if coverage else print_clauses(console))
+
+
+@main.command("exec-check")
+@click.argument("command")
+@device_option
+@one_line_errors
+def exec_check(command: str, device: str | None) -> None:
+    """Does a program speak the exec protocol? Quote its arguments with it."""
+    from attnconform.conformance.running import exec_check_command
+
+    sys.exit(exec_check_command(console, command, device=default_device(device)))
+
+
+@main.command()
+@click.option("--level", default="L1", show_default=True)
+@click.option("-b", "--backend", default=None, help="what this backend's declaration leaves out")
+@device_option
+@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), default=None)
+@one_line_errors
+def cases(level: str, backend: str | None, device: str | None, json_path: Path | None) -> None:
+    """What a level covers: cases by axis value, pairs and triples of values."""
+    from attnconform.conformance.report.coverage import cases_command
+
+    sys.exit(cases_command(console, level=level, backend=backend, device=default_device(device), json_path=json_path))
+
+
+@main.command()
+@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), required=True)
+@click.option("--select", default="", help="keep cases whose id contains this, or that exercise this clause")
+@click.option("--shard", default="1/1", show_default=True, metavar="I/N", help="for several processes, a file each")
+@click.option("--quick", is_flag=True, help="only until one deviation of a case is enough")
+@one_line_errors
+def detectability(json_path: Path, select: str, shard: str, quick: bool) -> None:
+    """How far the deviations of its clauses move each case of L1; goes on from what the file holds."""
+    from attnconform.conformance.report.detectability import detectability_command
+
+    sys.exit(detectability_command(console, json_path=json_path, select=select, shard=shard, quick=quick))
+
+
+@main.command()
+@click.option(
+    "--dtype", "dtypes", multiple=True, type=click.Choice(["float32", "bfloat16", "float16"]),
+    default=("float32", "bfloat16", "float16"), show_default=True,
+)  # fmt: skip
+@click.option("--comparisons", type=click.IntRange(1), default=1_000_000, show_default=True, help="elements a dtype")
+@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), default=None)
+@one_line_errors
+def honest(dtypes: tuple[Any, ...], comparisons: int, json_path: Path | None) -> None:
+    """Emulated honest kernels against the bounds: no false FAIL, and how much of each bound they use."""
+    from attnconform.conformance.report.honest import honest_command
+
+    sys.exit(honest_command(console, dtypes=dtypes, comparisons=comparisons, json_path=json_path))
 
 
 @main.group()
@@ -255,17 +362,56 @@ def fixtures_write(folder: Path) -> None:
 
 
 @main.command()
+@click.option("-b", "--backend", default="triton", show_default=True, help="bundled name, MODULE:CLASS or exec:COMMAND")
 @click.option(
-    "--suite", "suites", multiple=True, type=click.Choice(["seed64k", "index", "prefill"]), default=("seed64k",)
+    "--suite",
+    "suites",
+    multiple=True,
+    type=click.Choice(["seed64k", "prefill", "nsa", "index", "quant", "backward", "sweep"]),
+    default=("seed64k",),
+    show_default=True,
 )
-@click.option("--peer", type=click.Choice(["flashinfer", "flex"]), default=None)
+@click.option("--peer", type=click.Choice(["flashinfer", "flex", "fla", "sdpa", "dense-mask"]), default=None)
+@click.option("--trace", type=click.Path(path_type=Path), default=None, help="candidate trace: its lists and lengths")
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), default=None)
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), default=None, help="writes F.png and F.html")
+@click.option(
+    "--agrees-with", type=click.Path(path_type=Path, dir_okay=False), default=None, help="earlier JSON of this version"
+)
+@click.option("--no-counters", is_flag=True, help="do not start the hardware profiler where it is installed")
+@click.option("--diagnose", is_flag=True, help="take one batch apart: four runs, and what the decision tree says")
+@click.option(
+    "--subject",
+    "subjects",
+    multiple=True,
+    type=click.Choice(["healthy", "gather", "long-row", "tier"]),
+    default=("healthy", "gather", "long-row", "tier"),
+    show_default=True,
+    help="with --diagnose: the kernels used well, and three seeded faults",
+)
 @one_line_errors
-def bench(suites: tuple[str, ...], peer: str | None, json_path: Path | None) -> None:
-    """Time the bundled kernels beside a peer, on this machine's GPU."""
-    from attnconform.conformance.bench.command import bench_command
+def bench(
+    backend: str, suites: tuple[str, ...], peer: str | None, trace: Path | None, json_path: Path | None,
+    plot: Path | None, agrees_with: Path | None, no_counters: bool, diagnose: bool, subjects: tuple[str, ...],
+) -> None:  # fmt: skip
+    """Time kernels beside a peer. Without a GPU: tiny shapes in the interpreter, whose times mean nothing."""
+    from attnconform.conformance.bench.command import bench_command, diagnose_command
 
-    sys.exit(bench_command(console, suites=suites, peer=peer, json_path=json_path))
+    if diagnose:
+        sys.exit(diagnose_command(console, subjects=subjects, json_path=json_path, with_counters=not no_counters))
+    sys.exit(
+        bench_command(
+            console,
+            suites=suites,
+            backend=backend,
+            peer=peer,
+            trace=trace,
+            json_path=json_path,
+            plot=plot,
+            agrees_with=agrees_with,
+            with_counters=not no_counters,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from attnconform.conformance.deviations.judging import score, score_policies
 from attnconform.conformance.deviations.records import DeviationScore, KillMatrix, VariantScore
 from attnconform.conformance.deviations.tables import render
 from attnconform.conformance.judge.trial import replace_seed
+from attnconform.conformance.report.kill_html import write_kill_html
 
 Progressing = Callable[[str, int, int], None]  # id of what is finished, how many are, of how many
 WORKER_CASES: list[Case] = []  # a worker process's own copy, so that cases travel once
@@ -94,13 +95,14 @@ def score_in_worker(entry: Deviation | Variant) -> DeviationScore | VariantScore
 def kill_matrix_command(
     json_path: Path | None = None,
     *,
+    html_path: Path | None = None,
     level: str = "L1",
     select: str = "",
     seeds: int = 1,
     processes: int = 2,
     console: Console | None = None,
 ) -> int:
-    """Runs the whole matrix, prints it, writes it as JSON; the exit code: 0 where all is as it must be, else 1.
+    """Runs the whole matrix, prints and writes it; the exit code: 0 where all is as it must be, else 1.
 
     `select` keeps deviations and variants whose id or clause holds it. Raises ValueError where nothing is left.
     """
@@ -118,5 +120,7 @@ def kill_matrix_command(
         result = run(deviations, variants, matrix(level), seeds=seeds, processes=processes, progress=show)
     if json_path is not None:
         json_path.write_bytes(msgspec.json.format(msgspec.json.encode(result, order="deterministic")))
+    if html_path is not None:
+        write_kill_html(result, html_path)
     console.print(render(result))
     return 0 if result.is_ok else 1

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
@@ -14,7 +15,7 @@ import torch
 import attnconform
 from attnconform.conformance.backend import Backend, Capabilities
 from attnconform.conformance.cases.structure import Case
-from attnconform.conformance.judge.verdict import CONFORMING, NOT_RUN, CaseResult
+from attnconform.conformance.judge.verdict import NOT_RUN, CaseResult
 
 SCHEMA_VERSION = 1
 
@@ -73,12 +74,13 @@ class Verdict:
     """What a run says of a backend. Unsupported is never a pass, and nothing run is not a pass either."""
 
     conforming: int
-    failing: int
+    failing: int  # an unexpected pass is among them
     unsupported: int
+    expected: int = 0  # failures that the run's expectations name
 
     @property
     def ran(self) -> int:
-        return self.conforming + self.failing
+        return self.conforming + self.failing + self.expected
 
     @property
     def declared_share(self) -> float:
@@ -87,7 +89,7 @@ class Verdict:
 
     @property
     def exit_code(self) -> int:
-        """0 conforming, 1 not, 3 nothing ran."""
+        """0 conforming, or failing as expected and no more; 1 failing otherwise; 3 nothing ran."""
         if self.failing:
             return 1
         return 0 if self.ran else 3
@@ -96,15 +98,24 @@ class Verdict:
     def words(self) -> str:
         if not self.ran:
             return "NOTHING RAN"
-        return "NOT CONFORMING" if self.failing else "CONFORMING"
+        if self.failing:
+            return "NOT CONFORMING"
+        return "NOT CONFORMING, AS EXPECTED" if self.expected else "CONFORMING"
 
 
 def verdict_of(results: Iterable[CaseResult]) -> Verdict:
     """Counts of a run's results."""
-    states = Counter(result.state for result in results)
-    conforming = sum(states[s] for s in CONFORMING)
-    unsupported = sum(states[s] for s in NOT_RUN)
-    return Verdict(conforming, sum(states.values()) - conforming - unsupported, unsupported)
+    counted = Counter(standing(result) for result in results)
+    return Verdict(counted["conforming"], counted["failing"], counted["unsupported"], counted["expected"])
+
+
+def standing(result: CaseResult) -> Literal["failing", "expected", "unsupported", "conforming"]:
+    """What a result is to its run's verdict."""
+    if result.is_failing:
+        return "failing"
+    if result.is_expected_failure:
+        return "expected"
+    return "unsupported" if result.state in NOT_RUN else "conforming"
 
 
 def suite_hash(cases: Iterable[Case]) -> str:

@@ -9,11 +9,13 @@ from rich.table import Table
 from attnconform.conformance.adapters.registry import load_backend
 from attnconform.conformance.bundles import RESULTS, compare_states, faults_of_bundle, merge_runs
 from attnconform.conformance.engine import RunOptions, run_matrix
+from attnconform.conformance.expectations import load_expectations
 from attnconform.conformance.gate import MARGIN, compare_runs, gate_markdown, write_text
-from attnconform.conformance.judge.verdict import NOT_RUN, CaseResult
+from attnconform.conformance.judge.verdict import CaseResult
 from attnconform.conformance.report.html import write_html
 from attnconform.conformance.report.summary import badge, summary_markdown
 from attnconform.conformance.report.terminal import make_progress, print_failures, print_matrix, print_verdict
+from attnconform.conformance.report.text import state_text
 from attnconform.conformance.results import encode_run, read_run, verdict_of
 from attnconform.conformance.selection import select_cases
 
@@ -30,6 +32,7 @@ def judge_and_report(
     shard: str = "1/1",
     case_timeout: float = 300.0,
     resume: bool = False,
+    expectations: Path | None = None,
 ) -> int:
     """Runs the matrix, prints it, and writes results.jsonl, junit.xml and report.html; returns the exit code."""
     options = RunOptions(
@@ -42,16 +45,19 @@ def judge_and_report(
         shard=shard,
         case_timeout=case_timeout,
         resume=resume,
+        expectations=expectations,
     )
     cases = {c.id: c for c in select_cases(level, select, shard)}
+    if expectations is not None:
+        load_expectations(expectations, level=level, backend=backend, device=device)
     load_backend(backend, device).close()  # a backend that does not load is said before anything is shown
     with make_progress(console) as bar:
         task = bar.add_task(f"judging {backend}", total=len(cases))
 
         def advance(result: CaseResult, done: int, total: int) -> None:
             bar.update(task, completed=done)
-            if not result.is_conforming and result.state not in NOT_RUN:
-                bar.console.print(f"{result.state} {result.case_id}", highlight=False)
+            if result.is_failing:
+                bar.console.print(f"{state_text(result)} {result.case_id}", highlight=False)
 
         verdict, results = run_matrix(options, advance)
     print_matrix(console, cases, results)
@@ -131,4 +137,15 @@ def verify_command(console: Console, folder: Path) -> int:
     for fault in faults:
         console.print(fault, style="red", highlight=False)
     console.print("not a whole run of this suite" if faults else "a whole run of this suite")
+    return int(bool(faults))
+
+
+def exec_check_command(console: Console, command: str, *, device: str) -> int:
+    """Prints how a program fails to speak the exec protocol."""
+    from attnconform.conformance.exec.check import check_program  # needs the extra `exec`
+
+    faults = check_program(command, device=device)
+    for fault in faults:
+        console.print(fault, style="red", highlight=False, markup=False)
+    console.print("does not speak the protocol" if faults else "speaks the protocol")
     return int(bool(faults))

@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Iterable
 
+from attnconform.conformance.cases.frozen import FROZEN_LEVELS
 from attnconform.conformance.cases.matrix import matrix
 from attnconform.conformance.cases.structure import Case
 
@@ -37,10 +38,16 @@ def in_shard(case: Case, index: int, count: int) -> bool:
     return zlib.crc32(case.id.encode()) % count == index
 
 
-def case_by_id(case_id: str, levels: Iterable[str] = ("L1",)) -> Case:
-    """The case of an id. Raises ValueError where there is none."""
-    for level in levels:
+def case_by_id(case_id: str, levels: Iterable[str] = ()) -> Case:
+    """The case of an id, from its own level where none is named. Raises ValueError where there is none."""
+    for level in levels or (level_of(case_id),):
         for case in matrix(level):
             if case.id == case_id:
                 return case
     raise ValueError(f"{case_id} is not the id of a case")
+
+
+def level_of(case_id: str) -> str:
+    """The lowest level that is run with the case: L1 for its own cases and those of L0."""
+    level = case_id.split(".")[0]
+    return level if level in FROZEN_LEVELS else "L1"

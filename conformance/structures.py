@@ -6,8 +6,9 @@ reference's own types, which hold numpy arrays; an adapter converts. What must b
 the backend's `refusals`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from attnconform.reference.block_expansion import BlockMembers
 from attnconform.reference.block_mask import BlockLists, BlockMask
@@ -15,9 +16,17 @@ from attnconform.reference.blocks.build import Extent
 from attnconform.reference.blocks.physical import PhysicalBlockMask
 from attnconform.reference.blocks.statistics import BlockStatistics
 from attnconform.reference.blocks.table import BlockTable
-from attnconform.reference.coordinates import BoolArray, IntArray
+from attnconform.reference.branches import Branch, BranchPolicy
+from attnconform.reference.canonical import CanonicalRow, RequestPages
+from attnconform.reference.coordinates import BoolArray, FloatArray, IntArray
+from attnconform.reference.fallback import BatchFacts, FallbackReport, SparsePath
+from attnconform.reference.group_merge import GroupLists, GroupPolicy
+from attnconform.reference.page_pool import PageCopy
+from attnconform.reference.plan_cache import CacheCounts, CallDescription
+from attnconform.reference.plan_storage import Planned, Sizes, StorageEvent
 from attnconform.reference.problem import AttentionProblem
 from attnconform.reference.rules import MaskRule
+from attnconform.reference.scored_list import ScoredList
 from attnconform.reference.task_table import TaskTable
 
 MaskOfLength = Callable[[int], BoolArray]  # length -> (num_heads, length, length)
@@ -40,6 +49,27 @@ class SlicedRows:
     element_mask: BoolArray  # (num_heads, rows, seqlen_kv)
 
 
+class Pool(Protocol):
+    """Pages handed to requests, as `attnconform.reference.page_pool.PagePool` hands them; handles are the backend's.
+
+    What does not fit, and a handle of a request that has ended, is refused.
+    """
+
+    def allocate(self) -> Any: ...
+
+    def append(self, handle: Any, num_tokens: int, /) -> Sequence[PageCopy]: ...
+
+    def fork(self, handle: Any, num_tokens: int, /) -> Any: ...
+
+    def truncate(self, handle: Any, num_tokens: int, /) -> None: ...
+
+    def free(self, handle: Any, /) -> None: ...
+
+    def page_table(self, handle: Any, /) -> IntArray: ...
+
+    def seqlen_kv(self, handle: Any, /) -> int: ...
+
+
 class Structures:
     """Functions that build index structures; a backend writes those it has."""
 
@@ -47,6 +77,35 @@ class Structures:
 
     def canonicalize(self, problem: AttentionProblem) -> Canonical:
         """Every row's candidates as a set of positions, with their slots. [SET-IDENTITY, COORD-SLOT]"""
+        raise NotImplementedError
+
+    def canonical_row(
+        self,
+        dynamic: IntArray,
+        window: IntArray,
+        sinks: IntArray,
+        request: RequestPages,
+        last_visible: int | None,
+    ) -> CanonicalRow:
+        """One list's candidates in all three coordinates; refuses what must be. [SET-CANONICAL, SET-VALIDATE]"""
+        raise NotImplementedError
+
+    def merge_branches(self, branches: Sequence[Branch], policy: BranchPolicy) -> Branch:
+        """Every position of any branch once, by a policy. [SET-BRANCH-COVER, SET-BRANCH-LARGER, SET-BRANCH-GATES]"""
+        raise NotImplementedError
+
+    def gate_branches(
+        self, lists: Sequence[IntArray], gates: FloatArray, scores: FloatArray, v: FloatArray
+    ) -> FloatArray:
+        """(head_dim_vo,) a softmax for each list, combined by gates. [SET-BRANCH-SOFTMAX]"""
+        raise NotImplementedError
+
+    def merge_group(self, heads: Sequence[ScoredList], policy: GroupPolicy, budget: int) -> GroupLists:
+        """What a KV head loads and each of its query heads attends, ascending. [GQA-MERGE-MAX, GQA-MERGE-TIE]"""
+        raise NotImplementedError
+
+    def page_pool(self, num_pages: int, page_size: int, num_rows: int) -> Pool:
+        """An empty pool. [COORD-FORK, COORD-COPY-ON-WRITE, COORD-FREE, COORD-GENERATION]"""
         raise NotImplementedError
 
     def expand_to_blocks(
@@ -149,6 +208,34 @@ class Structures:
 
     def optimal_tiers(self, lengths: Sequence[int], cost: Callable[[int], float], price: float) -> Sequence[int]:
         """Tiers of least expected cost plus price each. [FORMAT-TIER-OPTIMAL]"""
+        raise NotImplementedError
+
+    def plan_key(self, call: CallDescription) -> Hashable:
+        """What a compiled plan is found under. [PLAN-KEY, PLAN-VALUES]"""
+        raise NotImplementedError
+
+    def mask_key(self, call: CallDescription) -> Hashable:
+        """What a block mask is found under. [PLAN-MASK-KEY]"""
+        raise NotImplementedError
+
+    def count_lookups(self, calls: Sequence[CallDescription]) -> CacheCounts:
+        """Hits and misses of empty caches that are asked for one call after the other. [PLAN-COUNT]"""
+        raise NotImplementedError
+
+    def check_capacity(self, need: Sizes, capacity: Sizes) -> None:
+        """Refuses what a plan was not made for. [PLAN-CAPACITY]"""
+        raise NotImplementedError
+
+    def plan_each(self, indptrs: Sequence[IntArray], target: int, capacity: int) -> Sequence[Planned]:
+        """One plan of so many tasks, made for list after list. [PLAN-REPLAN, PLAN-LAYER, PLAN-CAPACITY]"""
+        raise NotImplementedError
+
+    def replay_storage(self, num_buffers: int, events: Sequence[StorageEvent]) -> Sequence[int]:
+        """The buffer of every event, or -1 for an update that waits. [PLAN-STORAGE]"""
+        raise NotImplementedError
+
+    def choose_paths(self, batches: Sequence[BatchFacts], path: SparsePath) -> FallbackReport:
+        """Paths, reasons, records and counts of batch after batch. [FALLBACK-REASON, FALLBACK-COUNT]"""
         raise NotImplementedError
 
     # -- figures ---------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from attnconform.reference.candidates import HOLE
-from attnconform.reference.coordinates import BoolArray, IntArray
+from attnconform.reference.coordinates import BoolArray, IntArray, Positions
 from attnconform.reference.formats import csr_to_fixed_width, dense_masks
 from attnconform.reference.problem import AttentionProblem
 
@@ -46,11 +46,11 @@ class ProblemView:
         """Rows of q and out that belong to a request."""
         return slice(int(self.spec.qo_indptr[request]), int(self.spec.qo_indptr[request + 1]))
 
-    def slots(self, request: int) -> torch.Tensor:
-        """Slot of every committed position of a request, (seqlen_kv,)."""
-        cache, t = self.spec.cache, np.arange(int(self.spec.seqlen_kv[request]))
-        pages = cache.page_table[request, t // cache.page_size]
-        return self.tensor(pages * cache.page_size + t % cache.page_size, torch.int64)
+    def slots(self, request: int, kv_head: int = 0) -> torch.Tensor:
+        """Slot of every committed position of a request for one KV head, (seqlen_kv,); heads differ by head_pages."""
+        positions = Positions(np.arange(int(self.spec.seqlen_kv[request])))
+        cache = self.spec.cache
+        return self.tensor(cache.head_slots(cache.slots(request, positions), kv_head).values, torch.int64)
 
     def by_slot(self, cache: torch.Tensor) -> torch.Tensor:
         """A cache as (num_slots, num_kv_heads, head_dim), whatever its layout."""

@@ -19,7 +19,22 @@ from attnconform.reference.candidates import HOLE, Candidates, candidate_set
 from attnconform.reference.coordinates import PageOffsets, Positions, Slots, to_page_offsets, to_slots
 from attnconform.reference.errors import RefusedInput
 from attnconform.reference.problem import AttentionProblem, check_problem, default_q_offset
-from attnconform.reference.rules import Alibi, And, Causal, Document, MaskRule, Or, PrefixLM, ScoreRule, SoftCap, Window
+from attnconform.reference.rules import (
+    Alibi,
+    And,
+    Causal,
+    CustomMask,
+    CustomScore,
+    Document,
+    HeadWindow,
+    MaskRule,
+    Or,
+    PrefixLM,
+    RelativeBias,
+    ScoreRule,
+    SoftCap,
+    Window,
+)
 from attnconform.reference.states import PartialState, empty_state, finish, merge, merge_outputs
 from attnconform.reference.steps import AttentionResult, Gradients, Steps
 
@@ -33,9 +48,12 @@ __all__ = [
     "BlockMask",
     "Candidates",
     "Causal",
+    "CustomMask",
+    "CustomScore",
     "Document",
     "EffectiveSets",
     "Gradients",
+    "HeadWindow",
     "MaskRule",
     "Or",
     "PageOffsets",
@@ -44,6 +62,7 @@ __all__ = [
     "Positions",
     "PrefixLM",
     "RefusedInput",
+    "RelativeBias",
     "ScoreRule",
     "Slots",
     "SoftCap",

@@ -63,7 +63,7 @@ def effective_sets(problem: AttentionProblem) -> EffectiveSets:
         for h in range(problem.num_qo_heads):
             kept = steps.effective(problem, where, h)
             positions.append(kept.values)
-            slots.append(steps.slots(problem, where, kept).values)
+            slots.append(steps.head_slots(problem, steps.slots(problem, where, kept), steps.kv_head(problem, h)))
     none = np.empty(0, dtype=np.int64)
     indptr = np.concatenate([[0], np.cumsum([len(p) for p in positions], dtype=np.int64)]).astype(np.int64)
     return EffectiveSets(

@@ -23,6 +23,8 @@ class PagedCache:
     owned: BoolArray | None = (
         None  # (batch_size, num_pages) True where a request may read a page; None: all its table names
     )
+    # (num_pages, num_kv_heads) page of the pool where a KV head's part of a page lies; None: the page itself
+    head_pages: IntArray | None = None
 
     @property
     def num_slots(self) -> int:
@@ -32,6 +34,33 @@ class PagedCache:
         """Physical slots of a request's logical positions. [COORD-SLOT]"""
         where = to_page_offsets(positions, page_size=self.page_size)
         return to_slots(where, self.page_table[request], page_size=self.page_size)
+
+    def head_slots(self, slots: Slots, kv_head: int) -> Slots:
+        """Where one KV head's part of some slots lies. [COORD-HEAD-PAGE]
+
+        >>> table, pages = np.array([[0]]), np.array([[0, 1], [1, 0]])
+        >>> cache = PagedCache(page_size=4, num_pages=2, page_table=table, head_pages=pages)
+        >>> cache.head_slots(cache.slots(0, Positions(np.array([1, 3]))), 1).values
+        array([5, 7])
+        """
+        if self.head_pages is None:
+            return slots
+        page, offset = slots.values // self.page_size, slots.values % self.page_size
+        return Slots(self.head_pages[page, kv_head].astype(np.int64) * self.page_size + offset)
+
+
+def check_head_pages(cache: PagedCache, num_kv_heads: int) -> None:
+    """Refuses bases of another shape or outside the pool. [COORD-HEAD-PAGE]"""
+    if cache.head_pages is None:
+        return
+    if cache.head_pages.shape != (cache.num_pages, num_kv_heads):
+        limit = f"must be {(cache.num_pages, num_kv_heads)}"
+        raise RefusedInput("SAFE-SHAPE", "head_pages.shape", cache.head_pages.shape, limit)
+    outside = np.argwhere((cache.head_pages < 0) | (cache.head_pages >= cache.num_pages))
+    if len(outside):
+        at = tuple(int(i) for i in outside[0])
+        limit = f"num_pages is {cache.num_pages}"
+        raise RefusedInput("COORD-HEAD-PAGE", "head_pages", int(cache.head_pages[at]), limit, at)
 
 
 def check_cache(cache: PagedCache, seqlen_kv: IntArray) -> None:

@@ -9,12 +9,12 @@ from typing import Literal
 
 import numpy as np
 
-from attnconform.reference.coordinates import IntArray, Positions
+from attnconform.reference.coordinates import FloatArray, IntArray, Positions
 from attnconform.reference.errors import RefusedInput
 
 Granularity = Literal["token", "block"]
 Sharing = Literal["query_head", "kv_head", "shared"]
-Form = Literal["set", "multiset"]
+Form = Literal["set", "sequence", "multiset"]
 HOLE = -1
 
 
@@ -35,6 +35,7 @@ class Candidates:
     window: int = 0  # W: positions j with 0 <= q_idx - j < window
     num_sink_tokens: int = 0  # A: the first positions of the request
     form: Form = "set"
+    rank_bias: FloatArray | None = None  # (max_rank,) of a sequence: what entry number r adds to its key's score
 
     @property
     def num_lists(self) -> int:
@@ -95,3 +96,52 @@ def check_entries(entries: IntArray, *, list_idx: int, start: int, block_size: i
         at = int(outside[0])
         limit = f"list {list_idx} belongs to a request with seqlen_kv {seqlen_kv} and blocks of {block_size}"
         raise RefusedInput("SET-RANGE", "indices", int(entries[at]), limit, (start + at,))
+
+
+def rank_bias_of(
+    entries: IntArray,  # (n,) one list as given; holes keep their rank
+    positions: IntArray,  # (m,) logical
+    rank_bias: FloatArray,
+) -> FloatArray:
+    """What each position's place in its list adds to its score; 0 for a position that is not listed. [SET-SEQUENCE]
+
+    >>> rank_bias_of(np.array([5, -1, 2]), np.array([2, 5, 7]), np.array([0.5, 0.25, 0.125]))
+    array([0.125, 0.5  , 0.   ])
+    """
+    bias = np.zeros(len(positions))
+    for rank, entry in enumerate(entries.tolist()):
+        if entry != HOLE:
+            bias[positions == entry] = rank_bias[rank]
+    return bias
+
+
+def check_sequence(candidates: Candidates) -> None:
+    """Refuses a sequence whose entries have no rank of their own, or one rank twice. [SET-SEQUENCE]"""
+    if candidates.rank_bias is None:
+        raise RefusedInput("SET-SEQUENCE", "rank_bias", None, "a sequence has a bias for each rank")
+    for name, value, want in (
+        ("granularity", candidates.granularity, "token"),
+        ("window", candidates.window, 0),
+        ("num_sink_tokens", candidates.num_sink_tokens, 0),
+    ):
+        if value != want:
+            raise RefusedInput("SET-SEQUENCE", name, value, f"must be {want}: what a list does not name has no rank")
+    bad = np.flatnonzero(~np.isfinite(candidates.rank_bias))
+    if bad.size:
+        r = int(bad[0])
+        raise RefusedInput("SAFE-FINITE", "rank_bias", float(candidates.rank_bias[r]), "must be finite", (r,))
+    for i in range(candidates.num_lists):
+        _check_ranks(candidates, i)
+
+
+def _check_ranks(candidates: Candidates, list_idx: int) -> None:
+    assert candidates.rank_bias is not None
+    entries, start = candidates.entries(list_idx), int(candidates.indptr[list_idx])
+    if len(entries) > len(candidates.rank_bias):
+        limit = f"list {list_idx} has no more ranks than rank_bias, {len(candidates.rank_bias)}"
+        raise RefusedInput("SET-SEQUENCE", "len(entries)", len(entries), limit)
+    seen: set[int] = set()
+    for at, entry in enumerate(entries.tolist()):
+        if entry != HOLE and entry in seen:
+            raise RefusedInput("SET-SEQUENCE", "indices", entry, "a key has one rank", (start + at,))
+        seen.add(entry)

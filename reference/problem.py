@@ -6,10 +6,14 @@ from typing import Literal
 
 import numpy as np
 
-from attnconform.reference.cache import PagedCache, check_cache
-from attnconform.reference.candidates import Candidates, check_entries
+from attnconform.reference.cache import PagedCache, check_cache, check_head_pages
+from attnconform.reference.candidates import Candidates, check_entries, check_sequence
 from attnconform.reference.coordinates import FloatArray, IntArray
+from attnconform.reference.dropout import Dropout, check_dropout
+from attnconform.reference.epilogue import EpilogueStep, check_epilogue
 from attnconform.reference.errors import RefusedInput
+from attnconform.reference.quantization import Quantization, check_quantization
+from attnconform.reference.rope import Rope, check_encoded_pages, check_rope
 from attnconform.reference.rule_values import check_mask_rule, check_score_rule
 from attnconform.reference.rules import MaskRule, ScoreRule
 
@@ -44,6 +48,11 @@ class AttentionProblem:
     score_rules: tuple[ScoreRule, ...] = ()  # applied in this order
     sink_logits: FloatArray | None = None  # (num_qo_heads,)
     empty_row: EmptyRow = "zero"
+    k_quant: Quantization | None = None  # None: the cache holds the numbers themselves
+    v_quant: Quantization | None = None
+    dropout: Dropout | None = None
+    rope: Rope | None = None
+    epilogue: tuple[EpilogueStep, ...] = ()  # done to each row's output, in this order, once it is complete
 
     @property
     def batch_size(self) -> int:
@@ -93,8 +102,13 @@ def check_problem(problem: AttentionProblem) -> None:
     _check_geometry(problem)
     _check_requests(problem)
     check_cache(problem.cache, problem.seqlen_kv)
+    check_head_pages(problem.cache, problem.num_kv_heads)
     _check_numbers(problem)
-    check_mask_rule(problem.mask_rule, problem.batch_size)
+    _check_storage(problem)
+    if problem.dropout is not None:
+        check_dropout(problem.dropout)
+    check_epilogue(problem.epilogue, problem.num_qo_heads)
+    check_mask_rule(problem.mask_rule, problem.batch_size, problem.num_qo_heads)
     for rule in problem.score_rules:
         check_score_rule(rule, problem.num_qo_heads)
     if problem.candidates is not None:
@@ -146,8 +160,24 @@ def _check_numbers(problem: AttentionProblem) -> None:
         raise RefusedInput("SAFE-FINITE", "sink_logits", float(problem.sink_logits[h]), "must be finite", (h,))
 
 
+def _check_storage(problem: AttentionProblem) -> None:
+    """Scales of quantized caches, and whether the keys' rotations fit where the pages stand."""
+    cache = problem.cache
+    for name, quantization, dim in (
+        ("k_quant", problem.k_quant, problem.head_dim_qk),
+        ("v_quant", problem.v_quant, problem.head_dim_vo),
+    ):
+        if quantization is not None:
+            sizes = {"num_pages": cache.num_pages, "page_size": cache.page_size, "num_kv_heads": problem.num_kv_heads}
+            check_quantization(name, quantization, head_dim=dim, **sizes)
+    if problem.rope is not None:
+        check_rope(problem.rope, problem.head_dim_qk)
+        if not problem.rope.turns:
+            check_encoded_pages(cache.page_table, -(-problem.seqlen_kv // cache.page_size))
+
+
 def _check_candidates(problem: AttentionProblem, candidates: Candidates) -> None:
-    if candidates.form != "set":
+    if candidates.form not in ("set", "sequence"):
         limit = "candidates are a set: a repeated key would add ln 2 to its score"
         raise RefusedInput("SET-FORM", "form", candidates.form, limit)
     for name, least in (("block_size", 1), ("q_block_size", 1), ("window", 0), ("num_sink_tokens", 0)):
@@ -168,3 +198,8 @@ def _check_candidates(problem: AttentionProblem, candidates: Candidates) -> None
         start, seqlen_kv = int(candidates.indptr[i]), int(problem.seqlen_kv[n])
         entries = candidates.entries(i)
         check_entries(entries, list_idx=i, start=start, block_size=candidates.block_size, seqlen_kv=seqlen_kv)
+    if candidates.form == "sequence":
+        check_sequence(candidates)
+    elif candidates.rank_bias is not None:
+        limit = "form is 'set', and the entries of a set have no rank"
+        raise RefusedInput("SET-SEQUENCE", "rank_bias.shape", candidates.rank_bias.shape, limit)

@@ -30,6 +30,19 @@ class Document(msgspec.Struct, frozen=True, tag=True):
     starts: tuple[tuple[int, ...], ...]  # per request: ascending positions where documents start, the first being 0
 
 
+class HeadWindow(msgspec.Struct, frozen=True, tag=True):
+    """A window of each query head's own; None is unlimited. [MASK-HEAD-WINDOW]"""
+
+    left: tuple[int | None, ...]  # (num_qo_heads,)
+    right: tuple[int | None, ...]  # (num_qo_heads,)
+
+
+class CustomMask(msgspec.Struct, frozen=True, tag=True):
+    """A mask rule that running code registered under a name; a file never brings code. [RULE-NAME, RULE-PURE]"""
+
+    name: str
+
+
 class And(msgspec.Struct, frozen=True, tag=True):
     """What every one of the rules allows. [MASK-COMPOSE]"""
 
@@ -54,5 +67,17 @@ class SoftCap(msgspec.Struct, frozen=True, tag=True):
     cap: float
 
 
-MaskRule = Causal | Window | PrefixLM | Document | And | Or
-ScoreRule = Alibi | SoftCap
+class RelativeBias(msgspec.Struct, frozen=True, tag=True):
+    """Adds an entry of a table by signed distance: tables[h][clip(kv_idx - q_idx, -D, D) + D]. [SCORE-RELATIVE]"""
+
+    tables: tuple[tuple[float, ...], ...]  # (num_qo_heads, 2 D + 1)
+
+
+class CustomScore(msgspec.Struct, frozen=True, tag=True):
+    """A score rule that running code registered under a name; a file never brings code. [RULE-NAME, RULE-PURE]"""
+
+    name: str
+
+
+MaskRule = Causal | Window | HeadWindow | PrefixLM | Document | CustomMask | And | Or
+ScoreRule = Alibi | RelativeBias | SoftCap | CustomScore

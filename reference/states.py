@@ -1,5 +1,6 @@
 """Partial softmax states, and how they merge: a commutative monoid whose identity is the empty state."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -55,6 +56,24 @@ def merge(a: PartialState, b: PartialState) -> PartialState:
 def merge_all(states: list[PartialState], head_dim_vo: int) -> PartialState:
     """The state over all splits; their number and order change nothing. [MERGE-SPLIT]"""
     return reduce(merge, states, empty_state(head_dim_vo))
+
+
+def running_states(
+    scores: FloatArray,  # (n,) of the keys a row sees
+    v: FloatArray,  # (n, head_dim_vo)
+    tiles: Sequence[slice],  # of the keys, in the order in which a kernel visits them
+) -> list[PartialState]:
+    """The state after every tile: the m, l and o that a tiled kernel carries along. [MERGE-STATE, MERGE-SPLIT]
+
+    >>> scores, v = np.array([8.0, 7.0, 9.0, 6.0]), np.ones((4, 1))
+    >>> [(s.m, round(s.l, 3)) for s in running_states(scores, v, [slice(0, 1), slice(1, 3), slice(3, 3), slice(3, 4)])]
+    [(8.0, 1.0), (9.0, 1.503), (9.0, 1.503), (9.0, 1.553)]
+    """
+    states, state = [], empty_state(v.shape[1])
+    for tile in tiles:
+        state = merge(state, softmax_state(scores[tile], v[tile]))
+        states.append(state)
+    return states
 
 
 def add_sink(state: PartialState, sink_logit: float) -> PartialState:

@@ -5,7 +5,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from attnconform.conformance.backend import Backend, Backward, Capabilities, Forward, Tensors
+from attnconform.conformance.backend import OPTIONAL_AXES, Backend, Backward, Capabilities, Forward, Tensors, Whole
 from attnconform.conformance.bounds.numerics import NUMERICS_CLASSES
 from attnconform.conformance.views import ProblemView
 from attnconform.reference.attention import check_tensors
@@ -22,6 +22,9 @@ class StepsBackend(Backend):
         numerics={dtype: NUMERICS_CLASSES[name] for dtype, name in (("bfloat16", "bf16"), ("float16", "fp16"))},
         tolerates_nonfinite=True,
         checks_owner=True,
+        supported={axis: Whole() for axis in OPTIONAL_AXES},
+        score_gradients=True,
+        quantized_backward=True,
     )
 
     def forward(self, problem: ProblemView, tensors: Tensors) -> Forward:
@@ -53,6 +56,7 @@ class StepsBackend(Backend):
             dk=problem.to_cache(torch.from_numpy(dk).to(dtype)),
             dv=problem.to_cache(torch.from_numpy(dv).to(dtype)),
             dsink=None if gradients.dsink is None else torch.from_numpy(gradients.dsink).to(torch.float32),
+            dscore=tuple(torch.from_numpy(x).to(torch.float32) for x in gradients.dscore),
         )
 
     def inputs(self, problem: ProblemView, tensors: Tensors) -> tuple[FloatArray, FloatArray, FloatArray]:

@@ -1,12 +1,25 @@
 """The reference's own structures behind the optional methods of a backend: what deviations of them vary."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 
 from attnconform.conformance.adapters.reference_steps import StepsBackend
-from attnconform.conformance.structures import Canonical, MaskOfLength, SlicedRows, Structures
-from attnconform.reference import block_expansion, block_mask, formats, task_table, tiers
+from attnconform.conformance.structures import Canonical, MaskOfLength, Pool, SlicedRows, Structures
+from attnconform.reference import (
+    block_expansion,
+    block_mask,
+    branches,
+    canonical,
+    fallback,
+    formats,
+    group_merge,
+    leak,
+    plan_cache,
+    plan_storage,
+    task_table,
+    tiers,
+)
 from attnconform.reference.block_expansion import BlockMembers
 from attnconform.reference.block_mask import BlockLists, BlockMask
 from attnconform.reference.blocks import algebra, classify, physical, reuse, statistics, table
@@ -15,10 +28,18 @@ from attnconform.reference.blocks.candidates import problem_block_mask
 from attnconform.reference.blocks.physical import PhysicalBlockMask
 from attnconform.reference.blocks.statistics import BlockStatistics
 from attnconform.reference.blocks.table import BlockTable
-from attnconform.reference.coordinates import BoolArray, IntArray
-from attnconform.reference.cost import end_to_end, flops, gather, scales, tiles, traffic, workspace
+from attnconform.reference.branches import Branch, BranchPolicy
+from attnconform.reference.canonical import CanonicalRow, RequestPages
+from attnconform.reference.coordinates import BoolArray, FloatArray, IntArray
+from attnconform.reference.cost import end_to_end, flops, gather, scales, tiles, traffic, use_bounds, workspace
+from attnconform.reference.fallback import BatchFacts, FallbackReport, SparsePath
+from attnconform.reference.group_merge import GroupLists, GroupPolicy
+from attnconform.reference.page_pool import PagePool
+from attnconform.reference.plan_cache import CacheCounts, CallDescription, PlanCache
+from attnconform.reference.plan_storage import Planned, Sizes, StorageEvent
 from attnconform.reference.problem import AttentionProblem
 from attnconform.reference.rules import MaskRule
+from attnconform.reference.scored_list import ScoredList
 from attnconform.reference.task_table import TaskTable
 
 COSTS: dict[str, Callable[..., float]] = {
@@ -29,7 +50,8 @@ COSTS: dict[str, Callable[..., float]] = {
         traffic.block_mask_bytes, traffic.transaction_utilization, traffic.memory_time, traffic.roofline_time,
         scales.num_scales, scales.scale_bytes, gather.direct_time, gather.gather_time, gather.break_even_reads,
         gather.gather_traffic, workspace.partial_state_bytes, workspace.hot_atomics, workspace.gradient_partial_bytes,
-        end_to_end.total_time, end_to_end.end_to_end_speedup,
+        end_to_end.total_time, end_to_end.end_to_end_speedup, use_bounds.least_block_use, use_bounds.largest_block_use,
+        leak.leaked_mass,
     )
 }  # fmt: skip
 
@@ -49,6 +71,30 @@ class ReferenceStructures(StepsBackend, Structures):
         none = np.empty(0, dtype=np.int64)
         indptr = np.cumsum([0, *map(len, positions)], dtype=np.int64)
         return Canonical(indptr, np.concatenate([none, *positions]), np.concatenate([none, *slots]))
+
+    def canonical_row(
+        self,
+        dynamic: IntArray,
+        window: IntArray,
+        sinks: IntArray,
+        request: RequestPages,
+        last_visible: int | None,
+    ) -> CanonicalRow:
+        return canonical.canonical_row(dynamic, window, sinks, request, last_visible=last_visible)
+
+    def merge_branches(self, parts: Sequence[Branch], policy: BranchPolicy) -> Branch:
+        return branches.merge_branches(parts, policy)
+
+    def gate_branches(
+        self, lists: Sequence[IntArray], gates: FloatArray, scores: FloatArray, v: FloatArray
+    ) -> FloatArray:
+        return branches.gate_branches(lists, gates, scores, v)
+
+    def merge_group(self, heads: Sequence[ScoredList], policy: GroupPolicy, budget: int) -> GroupLists:
+        return group_merge.GROUP_POLICIES[policy](heads, budget=budget)
+
+    def page_pool(self, num_pages: int, page_size: int, num_rows: int) -> Pool:
+        return PagePool(num_pages=num_pages, page_size=page_size, num_rows=num_rows)
 
     def expand_to_blocks(
         self, indptr: IntArray, positions: IntArray, block_size: int, q_block_size: int
@@ -127,6 +173,30 @@ class ReferenceStructures(StepsBackend, Structures):
 
     def optimal_tiers(self, lengths: Sequence[int], cost: Callable[[int], float], price: float) -> Sequence[int]:
         return tiers.optimal_tiers(lengths, cost=cost, price=price)
+
+    def plan_key(self, call: CallDescription) -> Hashable:
+        return plan_cache.plan_key(call)
+
+    def mask_key(self, call: CallDescription) -> Hashable:
+        return plan_cache.mask_key(call)
+
+    def count_lookups(self, calls: Sequence[CallDescription]) -> CacheCounts:
+        cache = PlanCache()
+        for call in calls:
+            cache.look_up(call)
+        return cache.counts
+
+    def check_capacity(self, need: Sizes, capacity: Sizes) -> None:
+        plan_storage.check_capacity(need, capacity)
+
+    def plan_each(self, indptrs: Sequence[IntArray], target: int, capacity: int) -> Sequence[Planned]:
+        return plan_storage.plan_each(indptrs, target=target, capacity=capacity)
+
+    def replay_storage(self, num_buffers: int, events: Sequence[StorageEvent]) -> Sequence[int]:
+        return plan_storage.replay_storage(num_buffers, events)
+
+    def choose_paths(self, batches: Sequence[BatchFacts], path: SparsePath) -> FallbackReport:
+        return fallback.choose_paths(batches, path)
 
     def cost(self, name: str, arguments: Mapping[str, object]) -> float:
         if name not in COSTS:

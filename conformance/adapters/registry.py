@@ -1,4 +1,4 @@
-"""Backends by name: bundled ones, entry points, and MODULE:CLASS."""
+"""Backends by name: bundled ones, entry points, MODULE:CLASS, and exec:COMMAND."""
 
 import importlib
 import os
@@ -21,6 +21,7 @@ BUNDLED: dict[str, str] = {
     "flex-eager-trusts-blocks": "attnconform.conformance.adapters.negative:FlexEagerTrustsBlocks",  # wrong on purpose
 }
 ENTRY_POINTS = "attnconform.backends"
+EXEC_PREFIX = "exec:"
 
 
 class BackendError(ValueError):
@@ -33,11 +34,13 @@ def load_backend(spec: str, device: str) -> Backend:
     Raises BackendError where the name, its module or its class is wrong, Unavailable where it cannot run here.
     """
     check_device(device)
+    if spec.startswith(EXEC_PREFIX):
+        return load_program(spec, device)
     target = BUNDLED.get(spec) or installed_backends().get(spec) or spec
     module_name, _, class_name = target.partition(":")
     if not class_name:
         known = ", ".join(sorted({*BUNDLED, *installed_backends()}))
-        raise BackendError(f"backend is {spec!r}, but must be MODULE:CLASS or one of {known}")
+        raise BackendError(f"backend is {spec!r}, but must be MODULE:CLASS or one of {known}, or exec:COMMAND")
     if os.getcwd() not in sys.path:  # a console script, unlike python -m, does not see the folder it is called in
         sys.path.append(os.getcwd())
     try:
@@ -55,6 +58,18 @@ def load_backend(spec: str, device: str) -> Backend:
     except Unavailable:
         raise
     except Exception as error:
+        raise BackendError(f"backend {spec!r} did not start: {one_line(error)}") from error
+
+
+def load_program(spec: str, device: str) -> Backend:
+    """A backend in a program of its own. Raises BackendError where it does not start, or does not speak."""
+    from attnconform.conformance.adapters.exec_process import ExecBackend
+
+    try:
+        return ExecBackend(device, command=spec.removeprefix(EXEC_PREFIX))
+    except Unavailable:
+        raise
+    except Exception as error:  # whatever keeps a program from starting
         raise BackendError(f"backend {spec!r} did not start: {one_line(error)}") from error
 
 

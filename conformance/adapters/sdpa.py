@@ -13,11 +13,11 @@ from attnconform.conformance.adapters.per_request import Attended, PerRequest
 from attnconform.conformance.backend import Capabilities, OneOf, Unavailable
 from attnconform.conformance.bounds.numerics import Numerics, OutDtype
 from attnconform.conformance.views import ProblemView
-from attnconform.reference.rules import Alibi
+from attnconform.reference.rules import Alibi, RelativeBias
 
 DTYPES: tuple[OutDtype, ...] = ("float32", "bfloat16", "float16")
 EXPRESSIBLE = {
-    "score": OneOf(("none", "alibi")),
+    "score": OneOf(("none", "alibi", "relative")),
     "sink": OneOf(("none",)),
     # What a dense mask is built from is checked by the suite's own views: none of it would be SDPA's refusal.
     "refusal": OneOf(()),
@@ -55,8 +55,13 @@ def additive_mask(problem: ProblemView, request: int) -> Tensor:
     q_pos = torch.arange(mask.shape[1], device=mask.device) + int(spec.q_offset[request])
     distance = torch.arange(mask.shape[2], device=mask.device) - q_pos[:, None]
     for rule in spec.score_rules:
-        assert isinstance(rule, Alibi)  # a soft cap is not declared
-        bias += torch.tensor(rule.slopes, dtype=torch.float32, device=mask.device)[:, None, None] * distance
+        if isinstance(rule, Alibi):
+            bias += torch.tensor(rule.slopes, dtype=torch.float32, device=mask.device)[:, None, None] * distance
+        else:
+            assert isinstance(rule, RelativeBias)  # rules that do not add are not declared
+            farthest = len(rule.tables[0]) // 2
+            tables = torch.tensor(rule.tables, dtype=torch.float32, device=mask.device)
+            bias += tables[:, distance.clamp(-farthest, farthest) + farthest]
     return bias.masked_fill(~mask, float("-inf"))
 
 

@@ -10,14 +10,39 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from attnconform.reference.rules import Alibi, And, Causal, Document, MaskRule, Or, PrefixLM, ScoreRule, SoftCap, Window
+from attnconform.conformance.cases.sample_rules import DECAY, REACH, STRIPE, STRIPES
+from attnconform.reference.rules import (
+    Alibi,
+    And,
+    Causal,
+    CustomMask,
+    CustomScore,
+    Document,
+    HeadWindow,
+    MaskRule,
+    Or,
+    PrefixLM,
+    RelativeBias,
+    ScoreRule,
+    SoftCap,
+    Window,
+)
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # b, h, q_idx, kv_idx
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # score, b, h, q_idx, kv_idx
-PositionRule = Callable[[Tensor, Tensor, Tensor], Tensor]  # b, logical query position, kv_idx
+PositionRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # b, h, logical query position, kv_idx
 
 # A table's width is part of a compiled kernel, and a document's start is not: tables grow in steps.
 TABLE_STEP = 128
+FAR = 1 << 30  # beyond every position
+
+# registered rules as torch writes them, by name
+MASKS: dict[str, PositionRule] = {
+    STRIPES: lambda b, h, q_pos, kv_idx: (kv_idx <= q_pos) & ((kv_idx + h) % STRIPE != 1),
+}
+SCORES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    DECAY: lambda score, h, q_pos, kv_idx: score * (REACH / (REACH + torch.abs(kv_idx - q_pos))),
+}
 
 
 def captured(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -34,7 +59,7 @@ def lower_mask(
     allows = lower_positions(rule, requests, q_offset.device)
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return allows(b, q_idx + q_offset[b], kv_idx)
+        return allows(b, h, q_idx + q_offset[b], kv_idx)
 
     return mask_mod
 
@@ -57,14 +82,18 @@ def lower_positions(rule: MaskRule | None, requests: Sequence[int], device: torc
     """Which logical positions a rule allows. [MASK-CAUSAL, MASK-WINDOW, MASK-PREFIX, MASK-DOCUMENT, MASK-COMPOSE]"""
     match rule:
         case None:
-            return lambda b, q_pos, kv_idx: kv_idx >= 0
+            return lambda b, h, q_pos, kv_idx: kv_idx >= 0
         case Causal():
-            return lambda b, q_pos, kv_idx: kv_idx <= q_pos
+            return lambda b, h, q_pos, kv_idx: kv_idx <= q_pos
         case Window(left, right):
             return lower_window(left, right, len(requests), device)
+        case HeadWindow(lefts, rights):
+            return lower_head_window(lefts, rights, device)
+        case CustomMask(name):
+            return MASKS[name]
         case PrefixLM(prefix_len):
             prefix = captured([prefix_len[n] for n in requests], torch.int32, device)
-            return lambda b, q_pos, kv_idx: (kv_idx < prefix[b]) | (kv_idx <= q_pos)
+            return lambda b, h, q_pos, kv_idx: (kv_idx < prefix[b]) | (kv_idx <= q_pos)
         case Document(starts):
             return lower_document([starts[n] for n in requests], device)
         case And(parts):
@@ -78,11 +107,19 @@ def lower_window(left: int | None, right: int | None, batch_size: int, device: t
     sides: list[PositionRule] = []
     if left is not None:
         before = captured([left] * batch_size, torch.int32, device)
-        sides.append(lambda b, q_pos, kv_idx: q_pos - kv_idx <= before[b])
+        sides.append(lambda b, h, q_pos, kv_idx: q_pos - kv_idx <= before[b])
     if right is not None:
         after = captured([right] * batch_size, torch.int32, device)
-        sides.append(lambda b, q_pos, kv_idx: kv_idx - q_pos <= after[b])
-    return compose(torch.logical_and, sides or [lambda b, q_pos, kv_idx: kv_idx >= 0])
+        sides.append(lambda b, h, q_pos, kv_idx: kv_idx - q_pos <= after[b])
+    return compose(torch.logical_and, sides or [lambda b, h, q_pos, kv_idx: kv_idx >= 0])
+
+
+def lower_head_window(lefts: Sequence[int | None], rights: Sequence[int | None], device: torch.device) -> PositionRule:
+    """Near enough on both sides of the head's own window; unlimited is farther than any position. [MASK-HEAD-WINDOW]"""
+    before, after = (
+        captured([FAR if size is None else size for size in sizes], torch.int32, device) for sizes in (lefts, rights)
+    )
+    return lambda b, h, q_pos, kv_idx: (q_pos - kv_idx <= before[h]) & (kv_idx - q_pos <= after[h])
 
 
 def lower_document(starts: Sequence[tuple[int, ...]], device: torch.device) -> PositionRule:
@@ -97,16 +134,16 @@ def lower_document(starts: Sequence[tuple[int, ...]], device: torch.device) -> P
         # What lies before the table belongs to no document, what lies after it to the last one.
         return table[b, torch.clamp(idx + 1, 0, width - 1)]
 
-    return lambda b, q_pos, kv_idx: document(b, q_pos) == document(b, kv_idx)
+    return lambda b, h, q_pos, kv_idx: document(b, q_pos) == document(b, kv_idx)
 
 
 def compose(join: Callable[[Tensor, Tensor], Tensor], parts: Sequence[PositionRule]) -> PositionRule:
     """All parts, joined. [MASK-COMPOSE]"""
 
-    def allows(b: Tensor, q_pos: Tensor, kv_idx: Tensor) -> Tensor:
-        allowed = parts[0](b, q_pos, kv_idx)
+    def allows(b: Tensor, h: Tensor, q_pos: Tensor, kv_idx: Tensor) -> Tensor:
+        allowed = parts[0](b, h, q_pos, kv_idx)
         for part in parts[1:]:
-            allowed = join(allowed, part(b, q_pos, kv_idx))
+            allowed = join(allowed, part(b, h, q_pos, kv_idx))
         return allowed
 
     return allows
@@ -118,6 +155,14 @@ def lower_score_rule(rule: ScoreRule, q_offset: Tensor) -> ScoreMod:
         case Alibi(slopes):
             slope = captured(slopes, torch.float32, q_offset.device)
             return lambda score, b, h, q_idx, kv_idx: score + slope[h] * (kv_idx - (q_idx + q_offset[b]))
+        case RelativeBias(tables):
+            table, farthest = captured(tables, torch.float32, q_offset.device), len(tables[0]) // 2
+            return lambda score, b, h, q_idx, kv_idx: (
+                score + table[h, torch.clamp(kv_idx - (q_idx + q_offset[b]), -farthest, farthest) + farthest]
+            )
+        case CustomScore(name):
+            on_positions = SCORES[name]
+            return lambda score, b, h, q_idx, kv_idx: on_positions(score, h, q_idx + q_offset[b], kv_idx)
         case SoftCap(cap):
             # One entry per request, so that the callable indexes it as it does every other table.
             caps = captured([cap] * len(q_offset), torch.float32, q_offset.device)

@@ -9,31 +9,46 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
+from attnconform.conformance.adapters.cuda_graphs import CapturedRun
 from attnconform.conformance.backend import (
     Backend,
     Backward,
     Capabilities,
     Determinism,
+    Domain,
     Forward,
     OneOf,
     Tensors,
     Unavailable,
+    Whole,
 )
 from attnconform.conformance.bounds.numerics import NUMERICS_CLASSES, Numerics
+from attnconform.conformance.cases.axes import FORWARD_AXES
 from attnconform.conformance.judge.storage import TORCH_DTYPES
 from attnconform.conformance.views import ProblemView
 from attnconform.reference import rules as spec_rules
 from attnconform.reference.errors import RefusedInput
 from attnconform.reference.problem import AttentionProblem
+from attnconform.reference.quantization import Quantization
 
 REFUSALS = OneOf(
     (
         "negative-not-hole", "negative-wraps", "position-at-length", "position-of-longer-request", "position-far-out",
         "block-past-the-end", "page-at-pool-size", "page-missing", "page-table-too-short", "repeated-key-asked-for",
         "head-map-uneven", "too-few-lists", "scale-nan", "sink-nan", "slope-infinite", "cap-zero", "slopes-too-few",
-        "window-negative", "query-of-another-head-dim", "cache-of-another-head-count",
+        "window-negative", "query-of-another-head-dim", "cache-of-another-head-count", "bias-infinite",
+        "bias-table-even", "head-windows-too-few", "scale-shape", "scale-zero", "dropout-of-all", "dropout-negative",
     )
 )  # fmt: skip
+
+EXPRESSIBLE: dict[str, Domain] = {
+    "refusal": REFUSALS,
+    # a registered rule has no jit function of that name
+    "mask": OneOf(tuple(value for value in FORWARD_AXES["mask"] if value != "custom")),
+    "score": OneOf(tuple(value for value in FORWARD_AXES["score"] if value != "custom")),
+    "quant": Whole(),
+    "dropout": Whole(),
+}
 
 
 def interpreting(device: str) -> bool:
@@ -57,8 +72,9 @@ def declared_numerics(interpreted: bool) -> dict[str, Numerics]:
     suffix = "" if interpreted else "-hopper"
     tiles = {"min_tile": 16, "denominator_tile": 256, "num_splits": 8 if interpreted else 64}
     return {
-        "bfloat16": replace(NUMERICS_CLASSES[f"bf16{suffix}"], **tiles),
-        "float16": replace(NUMERICS_CLASSES[f"fp16{suffix}"], **tiles),
+        # scales of channels go into q, those of pages and tokens into P, and both are rounded to float16
+        "bfloat16": replace(NUMERICS_CLASSES[f"bf16{suffix}"], scale_bits=11, **tiles),
+        "float16": replace(NUMERICS_CLASSES[f"fp16{suffix}"], scale_bits=11, **tiles),
         "float32": replace(NUMERICS_CLASSES["fp32"], **tiles),
     }
 
@@ -101,7 +117,10 @@ class TritonKernels(Backend):
         self.kernels, self.backward_kernel, self.rules = sparse_attention, sparse_attention.backward, rules
         self.refusals = (sparse_attention.PlanError, RefusedInput)
         self.capabilities = Capabilities(
-            supported={"refusal": REFUSALS}, numerics=declared_numerics(interpreted), tolerates_nonfinite=True
+            supported=EXPRESSIBLE,
+            numerics=declared_numerics(interpreted),
+            tolerates_nonfinite=True,
+            score_gradients=True,
         )
 
     def plan(self, problem: ProblemView, dtype: torch.dtype) -> Any:
@@ -131,7 +150,14 @@ class TritonKernels(Backend):
             num_kv_splits=problem.hints.num_kv_splits,
             tile_kv=problem.hints.tile_kv,
             layout=spec.cache.layout,
+            k_quant=self.quantization(spec.k_quant),
+            v_quant=self.quantization(spec.v_quant),
+            dropout=None if spec.dropout is None else self.kernels.Dropout(spec.dropout.rate, spec.dropout.seed),
         )
+
+    def quantization(self, quant: Quantization | None) -> Any:
+        """How a cache is stored, as the kernels take it."""
+        return None if quant is None else self.kernels.KVQuantization(quant.format, quant.granularity)
 
     def candidate_lists(self, problem: ProblemView) -> Any:
         """The lists as the kernels take them."""
@@ -153,17 +179,35 @@ class TritonKernels(Backend):
         return getattr(self.rules, type(rule).__name__)(**{f: getattr(rule, f) for f in rule.__struct_fields__})
 
     def forward(self, problem: ProblemView, tensors: Tensors) -> Forward:
-        plan = self.plan(problem, tensors.q.dtype)
-        out, lse = self.kernels.run(plan, tensors.q, tensors.k_cache, tensors.v_cache, out=tensors.out, lse=tensors.lse)
-        return Forward(out, lse, path="triton", saved=Saved(plan, out, lse))
+        handle = self.plan(problem, tensors.q.dtype)
+        self.kernels.check_scale_values(handle, k_scale=tensors.k_scale, v_scale=tensors.v_scale)
+        return self.run(handle, tensors)
+
+    def run(self, handle: Any, tensors: Tensors) -> Forward:
+        out, lse = self.kernels.run(
+            handle,
+            tensors.q,
+            tensors.k_cache,
+            tensors.v_cache,
+            k_scale=tensors.k_scale,
+            v_scale=tensors.v_scale,
+            out=tensors.out,
+            lse=tensors.lse,
+        )
+        return Forward(out, lse, path="triton", saved=Saved(handle, out, lse))
+
+    def capture(self, handle: Any, tensors: Tensors) -> CapturedRun:
+        return CapturedRun(lambda: self.run(handle, tensors), self.device)
 
     def backward(
         self, problem: ProblemView, tensors: Tensors, forward: Forward, dout: torch.Tensor, dlse: torch.Tensor | None
     ) -> Backward:
         saved: Saved = forward.saved
         inputs = (tensors.q, tensors.k_cache, tensors.v_cache, saved.out, saved.lse, dout)
-        gradients = self.backward_kernel(saved.plan, *inputs, dlse=dlse, mode=self.backward_mode)
-        return Backward(gradients.dq, gradients.dk, gradients.dv, gradients.dsink)
+        gradients = self.backward_kernel(
+            saved.plan, *inputs, dlse=dlse, mode=self.backward_mode, score_gradients=bool(problem.spec.score_rules)
+        )
+        return Backward(gradients.dq, gradients.dk, gradients.dv, gradients.dsink, gradients.dscore)
 
     def versions(self) -> dict[str, str]:
         import triton

@@ -1,305 +1,220 @@
-"""Suite seed64k: one decode row a request over 264 pages of 16, or 4,224 tokens, of a 64K cache, per KV head."""
+"""Suite seed64k: one decode row a request over 264 pages of 16, or 4,224 tokens, of a 64K cache, per KV head.
 
-import math
+The step's parts are timed apart and together (article 1, formula 10): route, top-k, index, attention with its merge,
+launch, and all of them end to end.
+"""
+
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
+from msgspec.structs import replace as replaced
 
-from attnconform.conformance.bench.row import BenchRow
-from attnconform.conformance.bench.timing import Timing, measure
+from attnconform.conformance.bench.bundled import PlanRun, TierRun, path_of
+from attnconform.conformance.bench.compiles import start_times
+from attnconform.conformance.bench.decode_work import (
+    TINY,
+    DecodeShape,
+    DecodeWork,
+    make_sets,
+    make_trace_sets,
+    make_work,
+    our_plan,
+)
+from attnconform.conformance.bench.figures import Figures, plan_figures
+from attnconform.conformance.bench.foreign import foreign_rows
+from attnconform.conformance.bench.honesty import output_error, poisoned_error
+from attnconform.conformance.bench.kernel_times import look_inside
+from attnconform.conformance.bench.machine import Machine
+from attnconform.conformance.bench.options import BenchOptions
+from attnconform.conformance.bench.peers.flashinfer import flashinfer_run
+from attnconform.conformance.bench.peers.peer import PeerRun, time_peer
+from attnconform.conformance.bench.peers.sdpa import dense_mask_decode, sdpa_decode
+from attnconform.conformance.bench.row import BenchRow, Peer
+from attnconform.conformance.bench.selector import Selector
+from attnconform.conformance.bench.slices import slice_events
+from attnconform.conformance.bench.timing import Call, Samples, measure
 
-SEQLEN_KV = 65_536
-NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
-CANDIDATES = 4_224  # per KV head: 264 pages of 16
 BATCHES = (1, 8, 64)
+TRACE_BATCH, TRACE_SETS = 8, 4
+LONG_STAGES, SHORT = ("attention", "attention of a tier"), 0.3  # seconds of a timing of any other stage
+PEERS: dict[str, Callable[[list[DecodeWork], Machine], PeerRun]] = {
+    "flashinfer": flashinfer_run,
+    "sdpa": sdpa_decode,
+    "dense-mask": dense_mask_decode,
+}
 
 
-@dataclass(frozen=True)
-class DecodeWork:
-    """Inputs of one batch; pages are random and differ by KV head."""
-
-    batch: int
-    page_size: int
-    k_cache: torch.Tensor  # (num_pages, page_size, num_kv_heads, head_dim)
-    v_cache: torch.Tensor
-    q: torch.Tensor  # (batch, num_qo_heads, head_dim)
-    page_table: torch.Tensor  # (batch, pages of a request)
-    chosen: torch.Tensor  # (batch, num_kv_heads, candidates): token positions, or logical pages, ascending
-    granularity: str
-
-    @property
-    def bytes(self) -> int:
-        """Keys and values of every candidate, read once."""
-        return self.batch * NUM_KV_HEADS * CANDIDATES * HEAD_DIM * 2 * self.k_cache.element_size()
-
-    @property
-    def flops(self) -> int:
-        return 4 * self.batch * NUM_QO_HEADS * CANDIDATES * HEAD_DIM
-
-    @property
-    def name(self) -> str:
-        what = f"{CANDIDATES // self.page_size} pages of {self.page_size}"
-        return f"{what if self.granularity == 'block' else f'{CANDIDATES} tokens'} per KV head, batch {self.batch}"
+def shapes(machine: Machine) -> list[DecodeShape]:
+    """Pages and tokens at every batch size; one small shape of each in the interpreter."""
+    if not machine.is_real:
+        return [TINY, replace(TINY, granularity="token")]
+    return [DecodeShape(batch=batch, granularity=g) for g in ("block", "token") for batch in BATCHES]
 
 
-def make_work(batch: int, page_size: int, granularity: str, dtype: torch.dtype) -> DecodeWork:
-    """Random data, random pages, random candidates."""
-    pages = SEQLEN_KV // page_size
-    shape = (batch * pages, page_size, NUM_KV_HEADS, HEAD_DIM)
-    k_cache, v_cache = (torch.empty(shape, dtype=dtype, device="cuda").normal_() for _ in range(2))
-    ids, count = (pages, CANDIDATES // page_size) if granularity == "block" else (SEQLEN_KV, CANDIDATES)
-    scores = torch.rand(batch, NUM_KV_HEADS, ids, device="cuda")
-    return DecodeWork(
-        batch=batch,
-        page_size=page_size,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        q=torch.randn(batch, NUM_QO_HEADS, HEAD_DIM, dtype=dtype, device="cuda"),
-        page_table=torch.randperm(batch * pages, device="cuda").view(batch, pages).int(),
-        chosen=scores.topk(count, dim=-1).indices.sort(-1).values.int(),
-        granularity=granularity,
-    )
+def decode_rows(machine: Machine, options: BenchOptions) -> Iterator[BenchRow]:
+    """Every stage of every shape, and of lists drawn from a trace where one is given."""
+    rows = bundled_rows if options.backend == "triton" else foreign_rows
+    for shape in shapes(machine):
+        yield from rows(make_sets(make_work(shape, machine), machine), machine, options)
+        machine.release()
+    if options.trace is not None:
+        for selector in options.trace.header.selectors:
+            if options.trace.recorded("decode", selector.name):
+                sets = make_trace_sets(
+                    options.trace, selector.name, machine, batch=TRACE_BATCH if machine.is_real else 1, sets=TRACE_SETS
+                )
+                yield from rows(sets, machine, options)
+                machine.release()
 
 
-def our_plan(work: DecodeWork) -> Any:
-    """The plan of the bundled kernels, from candidates on the device."""
-    from attnconform.kernels import sparse_attention
-
-    lists = work.batch * NUM_KV_HEADS
-    per_list = work.chosen.shape[-1]
-    return sparse_attention.plan(
-        qo_indptr=torch.arange(work.batch + 1, device="cuda"),
-        seqlen_kv=torch.full((work.batch,), SEQLEN_KV, device="cuda"),
-        page_table=work.page_table,
-        page_size=work.page_size,
-        num_pages=work.k_cache.shape[0],
-        num_qo_heads=NUM_QO_HEADS,
-        num_kv_heads=NUM_KV_HEADS,
-        head_dim_qk=HEAD_DIM,
-        head_dim_vo=HEAD_DIM,
-        sm_scale=1 / math.sqrt(HEAD_DIM),
-        dtype=work.q.dtype,
-        device="cuda",
-        candidates=sparse_attention.CandidateLists(
-            granularity=work.granularity,
-            block_size=work.page_size if work.granularity == "block" else 1,
-            sharing="kv_head",
-            q_block_size=1,
-            indptr=torch.arange(0, (lists + 1) * per_list, per_list, device="cuda", dtype=torch.int32),
-            indices=work.chosen.reshape(-1),
-        ),
-    )
-
-
-def our_run(work: DecodeWork) -> tuple[Callable[[], Any], torch.Tensor, torch.Tensor, int]:
-    """The launch of a plan made before, its outputs, and its workspace in bytes."""
-    from attnconform.kernels import sparse_attention
-
-    plan = our_plan(work)
-    out = torch.empty_like(work.q)
-    lse = torch.empty(work.q.shape[:2], device="cuda")
-    run = sparse_attention.run
-    return lambda: run(plan, work.q, work.k_cache, work.v_cache, out=out, lse=lse), out, lse, plan.workspace_bytes
-
-
-@dataclass(frozen=True)
-class FlashInferDecode:
-    """FlashInfer's batch decode over the same candidates: KV heads become requests of one head each."""
-
-    wrapper: Any
-    indptr: torch.Tensor
-    indices: torch.Tensor  # physical page of each (request, KV head), heads outermost in the pool's view
-    last_page_len: torch.Tensor
-    caches: tuple[torch.Tensor, torch.Tensor]
-    page_size: int
-    q: torch.Tensor
-
-    def plan(self) -> None:
-        self.wrapper.plan(
-            self.indptr, self.indices, self.last_page_len, NUM_QO_HEADS // NUM_KV_HEADS, 1, HEAD_DIM, self.page_size,
-            q_data_type=self.q.dtype, kv_data_type=self.q.dtype,
-        )  # fmt: skip
-
-    def plan_and_run(self) -> Any:
-        self.plan()
-        return self.run()
-
-    def run(self) -> Any:
-        return self.wrapper.run(self.q, self.caches, return_lse=True)
-
-
-def flashinfer_decode(work: DecodeWork) -> FlashInferDecode:
-    """The same bytes as FlashInfer reads them best: a pool of one-head pages, copied once, outside the timing."""
-    import flashinfer
-
-    page_size = work.page_size if work.granularity == "block" else 1
-    pool = work.k_cache.shape[0] * work.page_size // page_size
-    # (num_pages, page_size, heads, dim) -> pages of one head: (heads * num_pages, 1, page_size, dim), HND
-    caches = tuple(
-        c.view(pool, page_size, NUM_KV_HEADS, HEAD_DIM).permute(2, 0, 1, 3).reshape(-1, 1, page_size, HEAD_DIM)
-        for c in (work.k_cache, work.v_cache)
-    )
-    requests = torch.arange(work.batch, device="cuda")[:, None, None]
-    positions = work.chosen.long() * (work.page_size if work.granularity == "block" else 1)
-    slots = work.page_table[requests, positions // work.page_size].long() * work.page_size + positions % work.page_size
-    heads = torch.arange(NUM_KV_HEADS, device="cuda")[None, :, None]
-    pages = (slots // page_size + heads * pool).int()
-    lists, per_list = work.batch * NUM_KV_HEADS, work.chosen.shape[-1]
-    workspace = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
-    return FlashInferDecode(
-        wrapper=flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True),
-        indptr=torch.arange(0, (lists + 1) * per_list, per_list, device="cuda", dtype=torch.int32),
-        indices=pages.reshape(-1),
-        last_page_len=torch.full((lists,), page_size, device="cuda", dtype=torch.int32),
-        caches=(caches[0], caches[1]),
-        page_size=page_size,
-        q=work.q.view(lists, NUM_QO_HEADS // NUM_KV_HEADS, HEAD_DIM),
-    )
-
-
-def our_tier(work: DecodeWork) -> "Tier":
-    """A tier of the bundled kernels that takes the work's candidates again and again."""
-    from attnconform.kernels.sparse_attention.tier import plan_tier
-
-    tier = plan_tier(
-        batch_size=work.batch,
-        capacity=CANDIDATES,
-        max_seqlen_kv=SEQLEN_KV,
-        page_size=work.page_size,
-        num_pages=work.k_cache.shape[0],
-        num_qo_heads=NUM_QO_HEADS,
-        num_kv_heads=NUM_KV_HEADS,
-        head_dim_qk=HEAD_DIM,
-        head_dim_vo=HEAD_DIM,
-        sm_scale=1 / math.sqrt(HEAD_DIM),
-        dtype=work.q.dtype,
-        device="cuda",
-        granularity=work.granularity,
-        block_size=work.page_size if work.granularity == "block" else 1,
-    )
-    out, lse = torch.empty_like(work.q), torch.empty(work.q.shape[:2], device="cuda")
-    per_list = work.chosen.shape[-1]
-    lists = work.batch * NUM_KV_HEADS
-    indices = {
-        "seqlen_kv": torch.full((work.batch,), SEQLEN_KV, device="cuda", dtype=torch.int32),
-        "page_table": work.page_table,
-        "indptr": torch.arange(0, (lists + 1) * per_list, per_list, device="cuda", dtype=torch.int32),
-        "indices": work.chosen.reshape(-1),
-    }
-    return Tier(tier, work, indices, out, lse)
-
-
-@dataclass(frozen=True)
-class Tier:
-    """Index and attention of one tier, as calls."""
-
-    tier: Any
-    work: DecodeWork
-    indices: dict[str, torch.Tensor]
-    out: torch.Tensor
-    lse: torch.Tensor
-
-    def index(self) -> None:
-        self.tier.update(**self.indices)
-
-    def attend(self) -> None:
-        from attnconform.kernels.sparse_attention import run
-
-        run(self.tier.plan, self.work.q, self.work.k_cache, self.work.v_cache, out=self.out, lse=self.lse)
-
-    def end_to_end(self) -> None:
-        self.index()
-        self.attend()
-
-
-def decode_rows(peer: str | None, batches: tuple[int, ...] = BATCHES) -> Iterator[BenchRow]:
-    """Attention, index or plan, and both from candidates, for pages and for tokens."""
-    for granularity in ("block", "token"):
-        for batch in batches:
-            work = make_work(batch, 16, granularity, torch.bfloat16)
-            yield from work_rows(work, peer)
-            del work
-            torch.cuda.empty_cache()
-
-
-def work_rows(work: DecodeWork, peer: str | None) -> Iterator[BenchRow]:
+def bundled_rows(sets: list[DecodeWork], machine: Machine, options: BenchOptions) -> Iterator[BenchRow]:
     """Rows of one batch, each with the peer's same stage."""
-    run, out, lse, workspace = our_run(work)
-    run()
-    tier = our_tier(work)
-    tier.end_to_end()
+    work = sets[0]
+    runs = [PlanRun.sparse(w) for w in sets]
+    dense = PlanRun.dense(work)
+    tier = TierRun(work, capacity=max(int(w.list_lengths.max()) for w in sets))
+    tier.from_candidates(work)
     tier.tier.raise_if_refused()
-    ours = {
-        "attention": measure(run),
-        "attention of a tier": measure(tier.attend),
-        "index": measure(tier.index, seconds=0.3),
-        "end to end": measure(tier.end_to_end, seconds=0.3),
-        "one-off plan": measure(lambda: our_plan(work), seconds=0.2),
+    error = max(answer_error(run, w) for run, w in zip(runs, sets, strict=True))
+    samples = {
+        stage: measure(calls, machine, seconds=options.seconds if stage in LONG_STAGES else min(options.seconds, SHORT))
+        for stage, calls in stages(sets, runs, tier)
     }
-    theirs, error, check = peer_times(work, out, lse, tier) if peer == "flashinfer" else ({}, "", "")
-    for stage, timing in ours.items():
+    dense_timing = measure(dense, machine, seconds=min(0.3, options.seconds)).timing
+    inside = look_inside(runs, machine)
+    merge = inside.time_of("merge_kernel")
+    if merge:
+        samples["merge"] = one_time(merge, samples["attention"])
+    samples["launch"] = issue_samples(samples["attention"])
+    peers = peer_times(sets, machine, options, (runs[0].out, runs[0].lse))
+    figures = decode_figures(work, runs[0], machine, tier)
+    counted = options.counters.of(work.shape.name) if options.counters else None
+    is_first = work.shape == shapes(machine)[0]
+    starts = start_times(lambda: PlanRun.sparse(work)) if machine.is_real and is_first else None
+    poisoned = poisoned_answer(runs[0], work)
+    for stage, taken in samples.items():
+        is_attention = stage.startswith("attention")
         yield BenchRow(
             suite="seed64k",
-            work=work.name,
+            phase="decode",
+            work=work.shape.name,
             stage=stage,
-            ours=timing,
-            peer=theirs.get(stage),
-            peer_name=peer or "",
-            peer_error=error,
-            bytes=work.bytes,
-            flops=work.flops,
-            workspace_bytes=workspace,
-            check=check,
+            ours=taken.timing,
+            figures=replaced(figures_of(stage, figures, counted), recompiles=taken.recompiles),
+            peer=peers.get(stage, peers.get("")) if stage in PEER_STAGES else None,
+            dense=dense_timing if is_attention else None,
+            rate=work.rate,
+            error=error if is_attention else None,
+            poisoned_error=poisoned if is_attention else None,
+            path=path_of(tier.tier.plan if "tier" in stage else runs[0].plan),
+            sets=len(sets),
+            starts=starts if stage == "attention" else None,
+            slices=slice_events(taken, [w.facts for w in sets]) if stage == "attention" else [],
+            kernels=inside.kernels if stage == "attention" else {},
         )
 
 
+PEER_STAGES = ("attention", "attention of a tier", "index", "one-off plan", "from candidates")
+
+
+def stages(sets: list[DecodeWork], runs: list[PlanRun], tier: TierRun) -> Iterator[tuple[str, list[Call]]]:
+    """Calls of every stage, one for each input set."""
+
+    def each(call: Callable[[DecodeWork], object]) -> list[Call]:
+        return [lambda w=w: call(w) for w in sets]  # type: ignore[misc]
+
+    yield "attention", list(runs)
+    tier.index(sets[0])
+    # a tier holds one set's lists: its rows all read them, and only queries rotate
+    yield "attention of a tier", each(tier.attend)
+    yield "index", each(tier.index)
+    yield "from candidates", each(tier.from_candidates)
+    yield "one-off plan", each(our_plan)
+    lengths = {int(n) for w in sets for n in w.list_lengths}
+    if len(lengths) == 1:
+        selector = Selector.of(sets[0], lengths.pop() // sets[0].shape.block_size)
+        scores = selector.route(sets[0].q)
+        yield "route", each(lambda w: selector.route(w.q))
+        yield "top-k", each(lambda w: selector.topk(scores))
+
+        def step(w: DecodeWork) -> None:
+            chosen = selector.topk(selector.route(w.q))
+            tier.from_candidates(replace(w, indices=chosen.reshape(-1)))
+
+        yield "end to end", each(step)
+
+
 def peer_times(
-    work: DecodeWork, out: torch.Tensor, lse: torch.Tensor, tier: Tier
-) -> tuple[dict[str, Timing], str, str]:
-    """FlashInfer's time of each stage, why there is none, and how far the answers are apart."""
-    try:
-        other = flashinfer_decode(work)
-        want, lse_2 = other.plan_and_run()
-        want, want_lse = want.view_as(out).float(), lse_2.view_as(lse) * math.log(2)
-        gaps = [(want - x.float()).abs().max().item() for x in (out, tier.out)]
-        lse_gaps = [(want_lse - x).abs().max().item() for x in (lse, tier.lse)]
-        run = measure(other.run)
-        plan = measure(other.plan, seconds=0.3)
-        times = {
-            "attention": run,
-            "attention of a tier": run,
-            "index": plan,
-            "one-off plan": plan,
-            "end to end": measure(other.plan_and_run, seconds=0.3),
-        }
-        return times, "", f"max |difference|: out {max(gaps):.2e}, lse {max(lse_gaps):.2e}"
-    except Exception as failure:  # a peer that does not run here is reported, not hidden
-        return {}, f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}", ""
+    sets: list[DecodeWork], machine: Machine, options: BenchOptions, ours: tuple[torch.Tensor, torch.Tensor]
+) -> dict[str, Peer]:
+    """The peer's times by stage, where one was asked for."""
+    if options.peer is None:
+        return {}
+    build = PEERS[options.peer]
+    return time_peer(options.peer, lambda: build(sets, machine), machine, ours, seconds=options.seconds)
 
 
-def index_rows(peer: str | None) -> Iterator[BenchRow]:
-    """Canonicalization alone: 512 lists of 272 unsorted pages with duplicates, against torch operations."""
-    work = make_work(64, 16, "block", torch.bfloat16)
-    first, again = work.chosen, work.chosen[..., :8]
-    shuffled = torch.cat([first, again], dim=-1)[..., torch.randperm(272, device="cuda")].contiguous()
-    work = replace(work, chosen=shuffled)
-    tier = our_tier(work)
-    tier.index()
-    tier.tier.raise_if_refused()
-    offset = torch.arange(64 * NUM_KV_HEADS, device="cuda")[:, None] * (SEQLEN_KV // 16)
+def answer_error(run: PlanRun, work: DecodeWork) -> float:
+    """How far a run's output is from float32."""
 
-    def torch_operations() -> torch.Tensor:
-        ids = torch.unique(shuffled.reshape(-1, 272).long() + offset)
-        request = ids // (SEQLEN_KV // 16 * NUM_KV_HEADS)
-        return work.page_table[request, ids % (SEQLEN_KV // 16)]
+    def call() -> torch.Tensor:
+        run()
+        return run.out
 
-    yield BenchRow(
-        suite="index",
-        work="512 lists of 272 pages to sorted unique tokens, slots and tasks",
-        stage="index",
-        ours=measure(tier.index),
-        peer=measure(torch_operations, seconds=0.3),
-        peer_name="torch ops, pages only",
+    return output_error(call, work)
+
+
+def poisoned_answer(run: PlanRun, work: DecodeWork) -> float:
+    """The same with NaN wherever no list points; the cache is lost to other sets."""
+
+    def call() -> torch.Tensor:
+        run()
+        return run.out
+
+    return poisoned_error(call, work)
+
+
+def decode_figures(work: DecodeWork, run: PlanRun, machine: Machine, tier: TierRun) -> Figures:
+    """Counts of the attention of one set."""
+    return plan_figures(
+        run.plan,
+        processors=machine.processors,
+        lengths=work.list_lengths,
+        edges=work.edges,
+        bytes_ideal=work.bytes,
+        reserved=tier.reserved_bytes,
     )
+
+
+def figures_of(stage: str, figures: Figures, counted: Figures | None) -> Figures:
+    """The figures that a stage has: all of them belong to attention, only memory to the others."""
+    if not stage.startswith("attention"):
+        return Figures(
+            workspace_reserved=figures.workspace_reserved,
+            workspace_used=figures.workspace_used,
+            metadata_bytes=figures.metadata_bytes,
+            valid_tokens=figures.valid_tokens,
+            processed_tokens=figures.processed_tokens,
+        )
+    if counted is None:
+        return figures
+    return replaced(
+        figures,
+        bytes_dram=counted.bytes_dram,
+        bytes_written_dram=counted.bytes_written_dram,
+        l2_hit_rate=counted.l2_hit_rate,
+        tensor_core_share=counted.tensor_core_share,
+        processors_busy=counted.processors_busy,
+        registers=counted.registers,
+    )
+
+
+def one_time(microseconds: float, like: Samples) -> Samples:
+    """A time that only a profiler gives, as samples that are all equal."""
+    return replace(like, device=like.device * 0 + microseconds, host=like.host * 0, issue=like.issue * 0, recompiles=0)
+
+
+def issue_samples(taken: Samples) -> Samples:
+    """The host's time to hand a call over, as a stage of its own."""
+    return replace(taken, device=taken.issue, host=taken.issue, sets=taken.sets[: len(taken.issue)], recompiles=0)

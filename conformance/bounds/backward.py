@@ -1,13 +1,13 @@
 """Bounds of dQ, dK, dV and the sinks' gradient: the entry point. [BOUND-GRAD] [BOUND-VOID]"""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from attnconform.conformance.bounds.backward_probable import ProbableBackward
 from attnconform.conformance.bounds.backward_worst import WorstBackward
 from attnconform.conformance.bounds.block import Array, AttentionBlock
-from attnconform.conformance.bounds.forward import ForwardBounds, oracle_share, scatter_rows
+from attnconform.conformance.bounds.forward import ForwardBounds, forward_bounds, oracle_share, scatter_rows
 from attnconform.conformance.bounds.gradients import compute_gradients
 from attnconform.conformance.bounds.numerics import Numerics
 from attnconform.conformance.bounds.rounding import any_in_column, any_in_row
@@ -34,6 +34,7 @@ def backward_bounds(
     numerics: Numerics,
     forward: ForwardBounds,  # of the same block and numerics
     dlse: Array | None = None,  # (rows,), upstream gradient of lse
+    do_error: Array | None = None,  # (rows, head_dim_vo), what do itself may be off where a kernel computes it
 ) -> BackwardBounds:
     """Worst-case and probable error of every element of dQ, dK, dV, and per row of the sinks' gradient. [BOUND-GRAD]
 
@@ -47,7 +48,7 @@ def backward_bounds(
     if forward.terms is None:
         return zero_bounds(block)
     x, share = forward.terms.softmax, oracle_share(numerics)
-    worst = WorstBackward(forward.terms.worst, compute_gradients(x, do, dlse, numerics))
+    worst = WorstBackward(forward.terms.worst, compute_gradients(x, do, dlse, numerics, do_error))
     probable = ProbableBackward(forward.terms, worst)
     listed = {
         f"{name}_{form}": share * list_gradient(block, x, name, getattr(terms, name))
@@ -55,6 +56,26 @@ def backward_bounds(
         for form, terms in (("worst", worst), ("prob", probable))
     }
     return BackwardBounds(**listed)
+
+
+def score_gradient_error(
+    block: AttentionBlock,
+    do: Array,  # (rows, head_dim_vo)
+    numerics: Numerics,
+    dlse: Array | None = None,
+    do_error: Array | None = None,
+) -> Array:
+    """Worst-case error of the gradient of every final score, (rows, seqlen_kv); infinite where VOID. [BOUND-RULE]
+
+    It is that of dS with the rules' slopes taken as 1, for a parameter's gradient starts after its rule.
+    """
+    flat = replace(block, slope=np.ones(block.mask.shape))
+    forward = forward_bounds(flat, numerics)
+    if forward.terms is None:
+        return np.zeros(block.mask.shape)
+    worst = WorstBackward(forward.terms.worst, compute_gradients(forward.terms.softmax, do, dlse, numerics, do_error))
+    error = np.where(worst.is_void_row, np.inf, worst.ds_error + worst.ds_rounding)
+    return oracle_share(numerics) * scatter_rows(forward.terms.softmax, error)[:, : len(block.k)]
 
 
 def list_gradient(block: AttentionBlock, x: Softmax, name: str, bound: Array) -> Array:

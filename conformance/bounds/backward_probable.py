@@ -140,6 +140,8 @@ class ProbableBackward:
             sum_row(x.weights * f.drift * g.out_share)
             + sum_row(f.flushed * np.abs(g.dp))
             + largest(changes)
+            + sum_row(x.value_weights * (np.abs(g.do) @ f.operands.v_error.T))
+            + sum_row(g.do_error * np.abs(x.out))
             + accumulation_drift(c, x.num_keys, len(x.k)) * sum_row(np.abs(g.do) * f.partial_out)
             + np.abs(g.row_dot) * f.row_drift
             + np.abs(g.row_term) * (c.u_d + c.u * (g.dlse != 0))
@@ -170,7 +172,8 @@ class ProbableBackward:
         """b_dP: cuts, and the roundings of dO and v, which are data."""
         x, g, head_dim = self.softmax, self.grads, self.grads.do.shape[1]
         changes = [a @ x.v.T + (g.do + a) @ b.T for a, b in product(g.do_changes, self.forward.operands.v)]
-        return accumulation_drift(self.numerics, head_dim, head_dim) * self.typical_dp + largest(changes) * x.keep
+        moved = largest(changes) + np.abs(g.do) @ self.forward.operands.v_error.T + g.do_error @ np.abs(x.v).T
+        return accumulation_drift(self.numerics, head_dim, head_dim) * self.typical_dp + moved * x.keep
 
     # The recomputed P and dS.
 
@@ -269,7 +272,8 @@ class ProbableBackward:
         own = g.slope_weights * self.dp_drift + np.abs(g.ds) * weights + self.flushed_ds + self.slope_drift
         common = self.row_drift * g.row_weight_key + (self.lse_error + self.ds_cut) * g.row_gradient_key
         sums = accumulation_drift(c, x.num_keys, len(x.k)) * self.partial_dq
-        return own @ np.abs(x.k) + common + sums + largest([g.ds @ change for change in f.operands.k])
+        moved = largest([g.ds @ change for change in f.operands.k]) + np.abs(g.ds) @ f.operands.k_error
+        return own @ np.abs(x.k) + common + sums + moved
 
     # Sums over rows: dK and dV.
 
@@ -323,7 +327,8 @@ class ProbableBackward:
         weights = self.weight_drift + 2 * c.u
         own = g.slope_weights * (self.dp_drift + self.row_drift) + np.abs(g.ds) * weights
         sums = self.row_sum_drift * self.partial_dk + self.ds_cut * np.abs(g.ds.T @ x.q)
-        changes = largest([g.ds.T @ change for change in self.forward.operands.q])
+        operands = self.forward.operands
+        changes = largest([g.ds.T @ change for change in operands.q]) + np.abs(g.ds).T @ operands.q_error
         return (own + self.flushed_ds + self.slope_drift).T @ np.abs(x.q) + sums + changes
 
     @cached_property
@@ -341,6 +346,6 @@ class ProbableBackward:
         x, c, g = self.softmax, self.numerics, self.grads
         own = x.value_weights * (self.weight_drift + (x.weights < c.eta_p))
         cut = c.truncates * c.u_p * np.abs(g.dv)
-        changes = largest([x.value_weights.T @ change for change in g.do_changes])
+        changes = largest([x.value_weights.T @ change for change in g.do_changes]) + x.value_weights.T @ g.do_error
         sums = self.row_sum_drift * self.partial_dv
         return own.T @ np.abs(g.do) + sums + cut + changes

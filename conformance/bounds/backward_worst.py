@@ -144,7 +144,8 @@ class WorstBackward:
         error = np.where(f.total_error < LARGEST_WEIGHT_ERROR, within, beyond)
         summed = compound(g.do.shape[1] * c.u)
         stored = (c.u_d + c.u * (g.dlse != 0)) * np.abs(g.row_term)
-        return (error + summed * sum_row(np.abs(g.do * x.out)) + stored) * (1 + summed + c.u_d)
+        made = sum_row(g.do_error * (np.abs(x.out) + f.before_storage + self.out_rounding))
+        return (error + made + summed * sum_row(np.abs(g.do * x.out)) + stored) * (1 + summed + c.u_d)
 
     @cached_property
     def row_error_by_terms(self) -> Array:

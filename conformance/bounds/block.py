@@ -28,6 +28,10 @@ class AttentionBlock:
     cap: float | None = None  # logits_soft_cap
     sink: Array | None = None  # (rows,), sink logit: one more key with v = 0
     dropout: Array | None = None  # (rows, seqlen_kv), keep mask / (1 - rate), applied to P in the numerator
+    # absolute error, in the declared arithmetic's own float32, of operands made on the way: turned or dequantized ones
+    q_error: Array | None = None  # (rows, head_dim_qk)
+    k_error: Array | None = None  # (seqlen_kv, head_dim_qk)
+    v_error: Array | None = None  # (seqlen_kv, head_dim_vo)
     num_heads: int = 1
 
     def __post_init__(self) -> None:
@@ -41,6 +45,10 @@ class AttentionBlock:
             value = getattr(self, name)
             if value is not None and value.shape != (rows, keys):
                 raise ValueError(f"{name} has shape {value.shape}, not that of mask, {(rows, keys)}")
+        for name, operand in (("q_error", self.q), ("k_error", self.k), ("v_error", self.v)):
+            error = getattr(self, name)
+            if error is not None and error.shape != operand.shape:
+                raise ValueError(f"{name} has shape {error.shape}, not {operand.shape}")
         if self.sink is not None and self.sink.shape != (rows,):
             raise ValueError(f"sink has shape {self.sink.shape}, not {(rows,)}")
         if self.num_heads < 1 or rows % self.num_heads:

@@ -10,6 +10,7 @@ from attnconform.conformance.bounds.forward_worst import WorstForward
 from attnconform.conformance.bounds.numerics import Numerics
 from attnconform.conformance.bounds.rounding import any_in_row
 from attnconform.conformance.bounds.softmax import Softmax, compute_operands, compute_softmax
+from attnconform.reference.exact import float64_error
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,20 @@ def forward_bounds(block: AttentionBlock, numerics: Numerics) -> ForwardBounds:
         lse_prob=listed[3][:, 0],
         terms=probable,
     )
+
+
+def oracle_error(bounds: ForwardBounds) -> tuple[Array, Array]:
+    """How far the oracle itself may be off, as out_worst and lse_worst; 0 where a row sees nothing. [BOUND-OUT]
+
+    The oracle is float64: with scores of 5e4 it has fewer than 24 bits beyond a float32 result.
+    """
+    if bounds.terms is None:
+        return np.zeros_like(bounds.out_worst), np.zeros_like(bounds.lse_worst)
+    x = bounds.terms.softmax
+    sizes = np.maximum(x.dot_size, x.score_size)
+    out, lse = float64_error(x.weights, x.keep, sizes, x.v, x.lse[:, 0], num_terms=x.q.shape[1])
+    # a row whose out is exact, for it sees nothing or a sink alone, has nothing to add to
+    return np.where(bounds.out_worst > 0, scatter_rows(x, out), 0.0), scatter_rows(x, lse[:, None])[:, 0]
 
 
 def oracle_share(numerics: Numerics) -> float:

@@ -102,7 +102,8 @@ class ProbableForward:
         """known_j: the rounding of an input is data, not chance, so its effect on a logit is computed. [4.9d]"""
         q, k = self.softmax.q, self.softmax.k
         changes = [dq @ k.T + (q + dq) @ dk.T for dq, dk in product(self.operands.q, self.operands.k)]
-        return self.softmax.sm_scale * largest(changes)
+        made = self.operands.q_error @ np.abs(k).T + np.abs(q) @ self.operands.k_error.T
+        return self.softmax.sm_scale * (largest(changes) + made)
 
     @cached_property
     def rescales(self) -> Array:
@@ -237,6 +238,7 @@ class ProbableForward:
             np.sqrt(sum_row(x.weights * self.drift**2)) * x.spread
             + (self.flushed * x.keep) @ np.abs(x.v)
             + largest([x.value_weights @ change for change in self.operands.v])
+            + x.value_weights @ self.operands.v_error
             + accumulation_drift(self.numerics, x.num_keys, len(x.k)) * self.partial_out
             + np.abs(x.out) * self.row_drift
         )

@@ -25,11 +25,12 @@ class Gradients:
     softmax: Softmax
     do: Array
     do_changes: list[Array]
+    do_error: Array  # of a do that a kernel computes: of unknown sign
     dlse: Array  # a column
 
     @cached_property
     def largest_do_change(self) -> Array:
-        return largest(self.do_changes)
+        return largest(self.do_changes) + self.do_error
 
     @cached_property
     def dp(self) -> Array:
@@ -102,11 +103,14 @@ class Gradients:
         return np.abs(self.ds @ self.softmax.k)
 
 
-def compute_gradients(x: Softmax, do: Array, dlse: Array | None, numerics: Numerics) -> Gradients:
+def compute_gradients(
+    x: Softmax, do: Array, dlse: Array | None, numerics: Numerics, do_error: Array | None = None
+) -> Gradients:
     """Exact gradients for the upstream gradients do (rows, head_dim_vo) and dlse (rows,)."""
     visible_do = do[x.visible]
     if not np.isfinite(visible_do).all():
         raise ValueError("do has a non-finite value in a row that attends something")
     column = np.zeros((len(visible_do), 1)) if dlse is None else dlse[x.visible][:, None]
     changes = operand_changes(visible_do, numerics.operand_bits, numerics.truncates)
-    return Gradients(softmax=x, do=visible_do, do_changes=changes, dlse=column)
+    error = np.zeros_like(visible_do) if do_error is None else do_error[x.visible]
+    return Gradients(softmax=x, do=visible_do, do_changes=changes, do_error=error, dlse=column)

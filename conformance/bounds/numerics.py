@@ -57,6 +57,7 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
     # What happens to operands on the way into a product.
     operand_bits: int = 0  # q, k, v, dO: 11 for TF32, 21 for 3xTF32
     kv_bits: int = 0  # k, v only: 8 or 11 when the recipe of their dequantization is not declared
+    scale_bits: int = 0  # of quantized caches: products of a scale with q, P, k or v are rounded to so many bits
     prescale: Prescale = "none"  # q times sm_scale (or sm_scale log2 e), or q and k times its root
     prescale_bits: int = 0  # to so many bits
     truncates: bool = False  # operands, P and dS are cut instead of rounded
@@ -207,6 +208,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 _LEAST: dict[str, float] = {
     "operand_bits": 0,
     "kv_bits": 0,
+    "scale_bits": 0,
     "prescale_bits": 0,
     "extra_bits": 0,
     "products_per_step": 1,

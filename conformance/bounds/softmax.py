@@ -20,23 +20,30 @@ from attnconform.conformance.bounds.rounding import any_in_column, any_in_row, l
 
 @dataclass(frozen=True)
 class Operands:
-    """What the declared roundings may add to q, k and v; each list holds one change per possible rounding."""
+    """What the declared roundings may add to q, k and v; each list holds one change per possible rounding.
+
+    The errors are those of operands that are made on the way (turned, dequantized): of unknown sign, in any case
+    below so much.
+    """
 
     q: list[Array]
     k: list[Array]
     v: list[Array]
+    q_error: Array
+    k_error: Array
+    v_error: Array
 
     @cached_property
     def largest_q(self) -> Array:
-        return largest(self.q)
+        return largest(self.q) + self.q_error
 
     @cached_property
     def largest_k(self) -> Array:
-        return largest(self.k)
+        return largest(self.k) + self.k_error
 
     @cached_property
     def largest_v(self) -> Array:
-        return largest(self.v)
+        return largest(self.v) + self.v_error
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,9 @@ class Softmax:
     q: Array
     k: Array
     v: Array
+    q_error: Array
+    k_error: Array
+    v_error: Array
     mask: Mask
     scores: Array  # s, 0 where masked
     added: Array  # sum of |bias|
@@ -146,6 +156,10 @@ def compute_softmax(block: AttentionBlock) -> Softmax:
     """Exact weights of the rows that see a key or a sink."""
     seen = any_in_column(block.mask)
     k, v, mask = np.where(seen, block.k, 0.0), np.where(seen, block.v, 0.0), block.mask
+    k_error, v_error = (
+        np.zeros_like(x) if error is None else np.where(seen, error, 0.0)
+        for x, error in ((k, block.k_error), (v, block.v_error))
+    )
     maps = {
         "scores": np.where(mask, block.scores, 0.0),
         "added": _fill(mask, block.added, 0.0),
@@ -156,6 +170,7 @@ def compute_softmax(block: AttentionBlock) -> Softmax:
         # One more key whose k and v are 0 and whose logit is given, -inf where a row has none. [4.10]
         has_sink, rows = np.isfinite(block.sink), len(mask)
         k, v, mask = _append_zeros(k), _append_zeros(v), np.c_[mask, has_sink]
+        k_error, v_error = _append_zeros(k_error), _append_zeros(v_error)
         columns = (np.where(has_sink, block.sink, 0.0), np.zeros(rows), np.ones(rows), np.ones(rows))
         maps = {name: np.c_[x, column] for (name, x), column in zip(maps.items(), columns, strict=True)}
     visible = any_in_row(mask)[:, 0]
@@ -168,6 +183,9 @@ def compute_softmax(block: AttentionBlock) -> Softmax:
         q=q,
         k=k,
         v=v,
+        q_error=np.zeros_like(q) if block.q_error is None else block.q_error[visible],
+        k_error=k_error,
+        v_error=v_error,
         mask=mask,
         **maps,
         sm_scale=block.sm_scale,
@@ -189,7 +207,7 @@ def compute_operands(x: Softmax, numerics: Numerics) -> Operands:
         q = [change for factor in factors for change in _scaled_changes(x.q, factor, numerics)]
     if numerics.prescale == "q_and_k":
         q, k = (_scaled_changes(y, x.sm_scale**0.5, numerics) for y in (x.q, x.k))
-    return Operands(q, k, operand_changes(x.v, kv_bits, cuts))
+    return Operands(q, k, operand_changes(x.v, kv_bits, cuts), x.q_error, x.k_error, x.v_error)
 
 
 def _scaled_changes(x: Array, factor: float, numerics: Numerics) -> list[Array]:

@@ -1,5 +1,6 @@
 """Which clauses a case exercises, read off its axes."""
 
+import hashlib
 from dataclasses import replace
 
 import numpy as np
@@ -41,11 +42,41 @@ OF_VALUE: dict[tuple[str, str], tuple[str, ...]] = {
     ("score", "softcap"): ("SCORE-SOFTCAP",),
     ("score", "alibi_softcap"): ("SCORE-ALIBI", "SCORE-SOFTCAP", "SCORE-ORDER", "SCORE-HEAD"),
     ("sink", "logits"): ("LSE-SINK",),
+    ("mask", "head_window"): ("MASK-HEAD-WINDOW", "MASK-CAUSAL", "MASK-COMPOSE", "MASK-NO-BIAS"),
+    ("mask", "custom"): ("RULE-CUSTOM", "MASK-NO-BIAS"),
+    ("score", "relative"): ("SCORE-RELATIVE", "SCORE-HEAD"),
+    ("score", "softcap_relative"): ("SCORE-RELATIVE", "SCORE-SOFTCAP", "SCORE-ORDER", "SCORE-HEAD"),
+    ("score", "custom"): ("RULE-CUSTOM",),
+    ("form", "sequence"): ("SET-SEQUENCE", "SET-FORM"),
+    ("dropout", "quarter"): ("DROPOUT-COUNTER", "DROPOUT-NUMERATOR"),
+    ("rope", "encoded"): ("ROPE-POSITION",),
+    ("rope", "raw"): ("ROPE-POSITION", "ROPE-PAIRS"),
+    ("rope", "raw_interleaved"): ("ROPE-POSITION", "ROPE-PAIRS"),
+    ("epilogue", "relu"): ("MERGE-EPILOGUE",),
+    ("epilogue", "silu_gate"): ("MERGE-EPILOGUE",),
+    ("epilogue", "cast"): ("MERGE-EPILOGUE",),
+    ("head_pages", "apart"): ("COORD-HEAD-PAGE",),
 }  # fmt: skip
+QUANTIZED = ("QUANT-VALUE", "QUANT-GRANULARITY", "QUANT-APART")
+EDITABLE_MASKS = ("window", "causal_window", "prefix", "document", "causal_or_document", "head_window")
 BACKWARD_OF_VALUE: dict[tuple[str, str], tuple[str, ...]] = {
-    ("score", "softcap"): ("GRAD-SOFTCAP",),
+    ("score", "softcap"): ("GRAD-SOFTCAP", "GRAD-RULE"),
+    ("score", "alibi_softcap"): ("GRAD-SOFTCAP", "GRAD-RULE"),
+    ("score", "softcap_relative"): ("GRAD-SOFTCAP", "GRAD-RULE"),
+    ("score", "alibi"): ("GRAD-RULE",),
+    ("score", "relative"): ("GRAD-RULE",),
     ("sink", "logits"): ("GRAD-SINK",),
+    ("quant", "mixed"): ("QUANT-GRAD",),
+    ("dropout", "quarter"): ("DROPOUT-BACKWARD",),
+    ("rope", "raw"): ("ROPE-GRAD",),
+    ("epilogue", "silu_gate"): ("GRAD-EPILOGUE",),
 }
+# what it takes further calls to judge, each on one forward case in so many
+SAMPLED = {
+    "DETERMINISM-BATCH": 6, "SET-REPRESENTATION": 8, "SCORE-WEIGHTS": 6,
+    "PLAN-REPLAN": 20, "PLAN-WORKSPACE": 20, "PLAN-INPUTS": 20,
+    "PLAN-APART": 24, "PLAN-COPY": 24, "PLAN-ALLOCATE": 24, "PLAN-REPLAY": 32,
+}  # fmt: skip
 BLOCKS_OF_THE_MASK = ("BLOCK-COMPLETE", "BLOCK-EXCLUSIVE", "BLOCK-FULL", "BLOCK-DECODE")
 
 
@@ -56,6 +87,14 @@ def clauses_of(operation: str, row: Row, problem: AttentionProblem) -> tuple[str
     clauses = set(EVERY_FORWARD)
     for pair in row.items():
         clauses.update(OF_VALUE.get(pair, ()))
+    if row.get("quant", "none") != "none":
+        clauses.update(QUANTIZED)
+    if operation == "forward" and row["values"] == "peaked":  # on one kind of values, for it costs calls
+        clauses.add("SAFE-MEMORY")
+    if is_editable(operation, row):
+        clauses.add("RULE-EDIT")
+    if operation == "forward":
+        clauses.update(sampled_clauses(row))
     if row["splits"] != "1":
         clauses.update(("MERGE-SPLIT", "MERGE-DISJOINT", "MERGE-OUTPUTS", "MERGE-EMPTY"))
     if row["granularity"] == "dense" and row["mask"] != "none":
@@ -75,6 +114,28 @@ def clauses_of(operation: str, row: Row, problem: AttentionProblem) -> tuple[str
     if not has_alias(problem):
         clauses.discard("SET-ALIAS")
     return tuple(sorted(clauses))
+
+
+def is_editable(operation: str, row: Row) -> bool:
+    """Whether a rule's numbers could change from this call to the next; on one kind of values, for it costs a call."""
+    has_numbers = row["score"] not in ("none", "custom") or row["mask"] in EDITABLE_MASKS
+    return operation == "forward" and row["values"] == "normal" and has_numbers
+
+
+def sampled_clauses(row: Row) -> set[str]:
+    """Clauses whose checks make further calls, on a share of the cases that a hash of the axes picks."""
+    found = {clause for clause, one_in in SAMPLED.items() if is_sampled(clause, one_in, row)}
+    if row.get("form", "set") != "set":  # a list is more than its edges
+        found.discard("SET-REPRESENTATION")
+    if row.get("epilogue", "none") != "none":  # what follows the sum is not linear
+        found.discard("SCORE-WEIGHTS")
+    return found
+
+
+def is_sampled(what: str, one_in: int, row: Row) -> bool:
+    """True for about one row in so many; other ones for another name."""
+    content = ";".join(f"{axis}={value}" for axis, value in sorted(row.items()))
+    return int.from_bytes(hashlib.sha256(f"{what} {content}".encode()).digest()[:4]) % one_in == 0
 
 
 def has_alias(problem: AttentionProblem) -> bool:

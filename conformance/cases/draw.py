@@ -17,8 +17,9 @@ class Draw:
         self.stream = STRUCTURE_STREAMS
 
     def integer(self, low: int, high: int) -> int:
-        """An integer in [low, high]."""
-        return self.integers(1, low, high)[0]
+        """An integer in [low, high]: the one that `integers` would begin with, without its arrays."""
+        self.stream += 1
+        return low + (first_word(self.seed, self.stream) * (high + 1 - low) >> 32)
 
     def integers(self, count: int, low: int, high: int) -> list[int]:
         """Integers in [low, high]."""
@@ -39,3 +40,16 @@ class Draw:
     def choice(self, items: Sequence[T]) -> T:
         """One of the items."""
         return items[self.integer(0, len(items) - 1)]
+
+
+def first_word(seed: int, stream: int) -> int:
+    """The first word of philox.words, in plain integers: arrays of one word cost more than a case's other draws."""
+    low = 0xFFFFFFFF
+    c0, c1, c2, c3 = 0, 0, stream & low, stream >> 32
+    k0, k1 = seed & low, seed >> 32
+    first, second = (int(multiplier) for multiplier in philox.MULTIPLIERS)
+    for _ in range(philox.ROUNDS):
+        product0, product1 = first * c0, second * c2
+        c0, c1, c2, c3 = (product1 >> 32) ^ c1 ^ k0, product1 & low, (product0 >> 32) ^ c3 ^ k1, product0 & low
+        k0, k1 = (k0 + philox.WEYL[0]) & low, (k1 + philox.WEYL[1]) & low
+    return c0

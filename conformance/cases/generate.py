@@ -6,13 +6,34 @@ import numpy as np
 
 from attnconform.conformance.cases.axes import Row
 from attnconform.conformance.cases.draw import Draw
-from attnconform.conformance.cases.structure import CandidateStructure, Structure
+from attnconform.conformance.cases.sample_rules import DECAY, STRIPES
+from attnconform.conformance.cases.structure import CandidateStructure, QuantStructure, Structure
 from attnconform.conformance.views import Hints
-from attnconform.reference.rules import Alibi, And, Causal, Document, MaskRule, Or, PrefixLM, ScoreRule, SoftCap, Window
+from attnconform.reference.dropout import Dropout
+from attnconform.reference.epilogue import Activation, Cast, EpilogueStep, Gate
+from attnconform.reference.rope import KeyPosition, Rope
+from attnconform.reference.rules import (
+    Alibi,
+    And,
+    Causal,
+    CustomMask,
+    CustomScore,
+    Document,
+    HeadWindow,
+    MaskRule,
+    Or,
+    PrefixLM,
+    RelativeBias,
+    ScoreRule,
+    SoftCap,
+    Window,
+)
 
 TILE_KV = 32  # the kv tile that cases ask for, small so that a short request still has several
 BLOCK_SIZE = 16
 MAX_DECODE_REQUESTS = 3
+DROPOUT_RATE = 0.25
+FARTHEST = 3  # distance from which a relative bias is the same
 HIGH_POOL_PAGES = 24  # unused pages below the used ones where page ids are to be high
 ALIBI_SLOPE, SOFT_CAP = (
     0.125,
@@ -28,19 +49,21 @@ class Lengths:
     kv: tuple[int, ...]
 
 
-def build_structure(row: Row, seed: int) -> Structure:
-    """The structure of one row of axis values; every draw comes from the seed."""
+def build_structure(row: Row, seed: int, *, lengths: Lengths | None = None) -> Structure:
+    """The structure of one row of axis values; every draw comes from the seed. Lengths given stand for the row's."""
     draw = Draw(seed)
     num_qo_heads, num_kv_heads = (int(x) for x in row["heads"].split("/"))
     head_dim_qk, head_dim_vo = (int(x) for x in row["head_dim"].split("/"))
     page_size = int(row["page_size"])
-    lengths = draw_lengths(draw, row, page_size)
+    lengths = lengths or draw_lengths(draw, row, page_size)
     page_table, num_pages = draw_page_table(draw, row["pages"], lengths.kv, page_size)
+    offsets = draw_offsets(draw, row, lengths)
+    k_quant, v_quant = (quant_of(name, seed + i) for i, name in enumerate(QUANTS[row["quant"]], start=2))
     return Structure(
         dtype=row["dtype"],  # type: ignore[arg-type]  # the axis holds the literal's values
         seqlens_q=lengths.q,
         seqlens_kv=lengths.kv,
-        q_offset=draw_offsets(draw, row, lengths),
+        q_offset=offsets,
         num_qo_heads=num_qo_heads,
         num_kv_heads=num_kv_heads,
         head_dim_qk=head_dim_qk,
@@ -50,11 +73,17 @@ def build_structure(row: Row, seed: int) -> Structure:
         page_table=page_table,
         layout=row["layout"],  # type: ignore[arg-type]
         interleaved=row["strides"] == "interleaved",
-        candidates=draw_candidates(draw, row, lengths, num_qo_heads, num_kv_heads),
-        mask_rule=draw_mask_rule(draw, row["mask"], lengths.kv),
-        score_rules=score_rules(row["score"], num_qo_heads),
+        candidates=draw_candidates(draw, row, lengths, offsets, num_qo_heads, num_kv_heads),
+        mask_rule=draw_mask_rule(draw, row["mask"], lengths.kv, num_qo_heads),
+        score_rules=score_rules(draw, row["score"], num_qo_heads),
         sm_scale=1 / float(np.sqrt(head_dim_qk)),
         sink_logits=tuple(h / 4 for h in draw.integers(num_qo_heads, -4, 12)) if row["sink"] == "logits" else None,
+        head_pages=draw_head_pages(draw, row["head_pages"], num_pages, num_kv_heads),
+        k_quant=k_quant,
+        v_quant=v_quant,
+        dropout=Dropout(DROPOUT_RATE, seed=seed + 1) if row["dropout"] != "none" else None,
+        rope=rope_of(row["rope"], head_dim_qk),
+        epilogue=epilogue_of(draw, row["epilogue"], num_qo_heads),
         hints=Hints(num_kv_splits=int(row["splits"]), tile_kv=TILE_KV),
     )
 
@@ -115,7 +144,7 @@ def draw_page_table(
 
 
 def draw_candidates(
-    draw: Draw, row: Row, lengths: Lengths, num_qo_heads: int, num_kv_heads: int
+    draw: Draw, row: Row, lengths: Lengths, offsets: tuple[int, ...] | None, num_qo_heads: int, num_kv_heads: int
 ) -> CandidateStructure | None:
     """Dynamic lists of every block of query rows and head."""
     if row["granularity"] == "dense":
@@ -126,9 +155,11 @@ def draw_candidates(
     blocks = [(n, b) for n, rows in enumerate(lengths.q) for b in range(-(-rows // q_block_size))]
     emptied = {"first": 0, "middle": len(blocks) // 2, "last": len(blocks) - 1}.get(row["empty"])
     lists = []
-    for i, (n, _) in enumerate(blocks):
+    for i, (n, block) in enumerate(blocks):
+        first = (lengths.kv[n] - lengths.q[n] if offsets is None else offsets[n]) + block * q_block_size
+        own = min(first, lengths.kv[n] - 1) // block_size
         for _ in range(heads):
-            entries = draw_list(draw, row["listing"], -(-lengths.kv[n] // block_size))
+            entries = draw_list(draw, row["listing"], -(-lengths.kv[n] // block_size), own)
             lists.append((-1,) * min(len(entries), 2) if i == emptied else entries)
     return CandidateStructure(
         lists=tuple(lists),
@@ -138,14 +169,27 @@ def draw_candidates(
         q_block_size=q_block_size,
         window=3 if row["local"] in ("window", "window_and_sinks") else 0,
         num_sink_tokens=2 if row["local"] in ("sinks", "window_and_sinks") else 0,
+        form=row["form"],  # type: ignore[arg-type]
+        rank_bias=rank_biases(draw, lists) if row["form"] == "sequence" else None,
     )
 
 
-def draw_list(draw: Draw, listing: str, num_ids: int) -> tuple[int, ...]:
-    """One list: a subset of the ids, listed as the row says. Half of the ids, and the last one always."""
+def rank_biases(draw: Draw, lists: list[tuple[int, ...]]) -> tuple[float, ...]:
+    """A bias for each rank of the longest list, in eighths."""
+    longest = max((len(entries) for entries in lists), default=0)
+    return tuple(x / 8 for x in draw.integers(longest, -12, 4)) if longest else ()
+
+
+def draw_list(draw: Draw, listing: str, num_ids: int, own: int) -> tuple[int, ...]:
+    """One list: a subset of the ids, listed as the row says. Half of the ids, and the last one always.
+
+    Every second list names the query's own id, which every mask allows, so that a case has edges.
+    """
     if num_ids == 0:
         return ()
     chosen = [*draw.subset(range(num_ids - 1), (num_ids - 1) // 2), num_ids - 1]
+    if draw.integer(0, 1) and own not in chosen:
+        chosen = sorted([own, *chosen])
     if listing != "sorted":
         chosen = draw.shuffled(chosen)
     if "duplicates" in listing:
@@ -156,7 +200,7 @@ def draw_list(draw: Draw, listing: str, num_ids: int) -> tuple[int, ...]:
     return tuple(chosen)
 
 
-def draw_mask_rule(draw: Draw, kind: str, seqlens_kv: tuple[int, ...]) -> MaskRule | None:
+def draw_mask_rule(draw: Draw, kind: str, seqlens_kv: tuple[int, ...], num_qo_heads: int) -> MaskRule | None:
     """The rule a row names, with parameters that cut inside the lengths."""
     width = draw.integer(2, 6)
     prefix = PrefixLM(tuple(draw.integer(0, max(t - 1, 0)) for t in seqlens_kv))
@@ -168,18 +212,83 @@ def draw_mask_rule(draw: Draw, kind: str, seqlens_kv: tuple[int, ...]) -> MaskRu
         "causal_window": And((Causal(), Window(left=width - 1))),
         "prefix": prefix,
         "document": And((documents, Causal())),
+        "head_window": And((Causal(), head_windows(width, num_qo_heads))),
+        "custom": CustomMask(STRIPES),
         "causal_or_document": Or((Window(left=width, right=0), And((documents, Window(left=None, right=None))))),
     }
     return rules[kind]
 
 
-def score_rules(kind: str, num_qo_heads: int) -> tuple[ScoreRule, ...]:
+def head_windows(width: int, num_qo_heads: int) -> HeadWindow:
+    """A window of each head's own: wider from head to head, and without limit on the last one's left."""
+    lefts = tuple(width + h if h < num_qo_heads - 1 else None for h in range(num_qo_heads))
+    return HeadWindow(left=lefts, right=tuple(h % 2 or None for h in range(num_qo_heads)))
+
+
+def draw_head_pages(draw: Draw, kind: str, num_pages: int, num_kv_heads: int) -> tuple[tuple[int, ...], ...] | None:
+    """Where each KV head's part of a page lies: an order of its own for each head."""
+    if kind == "none":
+        return None
+    of_head = [draw.shuffled(range(num_pages)) for _ in range(num_kv_heads)]
+    return tuple(zip(*of_head, strict=True))
+
+
+# what a row's value says of K and of V
+QUANTS: dict[str, tuple[str, str]] = {
+    "none": ("", ""),
+    "int8_tensor": ("int8 tensor", "int8 tensor"),
+    "int8_channel": ("int8 channel", "int8 channel"),
+    "e4m3_page": ("float8_e4m3 page", "float8_e4m3 page"),
+    "e4m3_token": ("float8_e4m3 token", "float8_e4m3 token"),
+    "e5m2_head": ("float8_e5m2 head", "float8_e5m2 head"),
+    "k_only": ("int8 page", ""),
+    "v_only": ("", "float8_e4m3 head"),
+    "mixed": ("int8 token", "float8_e5m2 page"),
+}
+
+
+def quant_of(name: str, seed: int) -> QuantStructure | None:
+    """How one cache is stored."""
+    if not name:
+        return None
+    code_format, granularity = name.split()
+    return QuantStructure(format=code_format, granularity=granularity, seed=seed)  # type: ignore[arg-type]
+
+
+def rope_of(kind: str, head_dim: int) -> Rope | None:
+    """The rotation a row names; all of the head turns, or three quarters of it."""
+    if kind == "none":
+        return None
+    rotary_dim = head_dim * 3 // 8 * 2 if kind == "raw_interleaved" else head_dim
+    position: KeyPosition = "encoded" if kind == "encoded" else "raw"
+    return Rope(rotary_dim=rotary_dim, interleaved=kind == "raw_interleaved", k_position=position)
+
+
+def epilogue_of(draw: Draw, kind: str, num_qo_heads: int) -> tuple[EpilogueStep, ...]:
+    """What is done to complete rows."""
+    gates = Gate(tuple(logit / 4 for logit in draw.integers(num_qo_heads, -6, 6)))
+    steps: dict[str, tuple[EpilogueStep, ...]] = {
+        "none": (),
+        "relu": (Activation("relu"),),
+        "silu_gate": (Activation("silu"), gates),
+        "cast": (Cast("bfloat16"),),
+    }
+    return steps[kind]
+
+
+def score_rules(draw: Draw, kind: str, num_qo_heads: int) -> tuple[ScoreRule, ...]:
     """The rules a row names, in the order of application."""
+    relative = RelativeBias(
+        tuple(tuple(x / 8 for x in draw.integers(2 * FARTHEST + 1, -6, 6)) for _ in range(num_qo_heads))
+    )
     alibi = Alibi(tuple(ALIBI_SLOPE / 2**h for h in range(num_qo_heads)))
     rules: dict[str, tuple[ScoreRule, ...]] = {
         "none": (),
         "alibi": (alibi,),
         "softcap": (SoftCap(SOFT_CAP),),
         "alibi_softcap": (alibi, SoftCap(SOFT_CAP)),
+        "relative": (relative,),
+        "softcap_relative": (SoftCap(SOFT_CAP), relative),
+        "custom": (CustomScore(DECAY),),
     }
     return rules[kind]

@@ -1,55 +1,22 @@
-"""The L1 matrix: a covering array over the axes, frozen as data, turned into cases."""
+"""The matrix: L1 a covering array over the axes, frozen as data and turned into cases; L2 and L3 frozen whole."""
 
 import json
-from collections.abc import Iterator
 from functools import cache
 from importlib import resources
-from itertools import combinations, product
 
 import msgspec
 
-from attnconform.conformance.cases.axes import BACKWARD_AXES, EXCLUSIONS, FORWARD_AXES, Row, is_possible
+from attnconform.conformance.backend import OPTIONAL_AXES
 from attnconform.conformance.cases.clauses_of import clauses_of
+from attnconform.conformance.cases.covering import AXES
+from attnconform.conformance.cases.frozen import FROZEN_LEVELS, frozen_cases
 from attnconform.conformance.cases.generate import build_structure
 from attnconform.conformance.cases.refusals import refusal_cases
 from attnconform.conformance.cases.structure import CandidateStructure, Case, build_problem, named
 from attnconform.conformance.cases.structures import structure_cases
 
-AXES = {"forward": FORWARD_AXES, "backward": BACKWARD_AXES}
-# axes whose triples are covered as well: which keys a row sees is decided by them together
-TRIPLES = {
-    "forward": (("phase", "granularity", "mask"), ("lengths", "granularity", "mask"), ("sharing", "listing", "mask")),
-    "backward": (
-        ("granularity", "sharing", "mask"),
-        ("lengths", "granularity", "mask"),
-        ("score", "sink", "granularity"),
-    ),
-}
 FIRST_SEED = 0x5EED_0000
-
-
-def covering_rows(operation: str) -> list[dict[str, str]]:
-    """A new covering array: all pairs, and all triples of TRIPLES.
-
-    The frozen one is what the matrix uses: a library's version must not change ids.
-    """
-    from covertable.main import make  # a development tool: needed to freeze an array, never to run one
-
-    factors = {axis: list(values) for axis, values in AXES[operation].items()}
-    sub_models = [{"fields": list(fields), "strength": 3} for fields in TRIPLES[operation]]
-    rows = make(factors, strength=2, sub_models=sub_models, constraints=list(constraints(operation)))
-    return [{axis: row[axis] for axis in factors} for row in rows]
-
-
-def constraints(operation: str) -> Iterator[dict[str, object]]:
-    """EXCLUSIONS in the covering library's own words."""
-    axes = AXES[operation]
-    for axis, value, other, allowed in EXCLUSIONS:
-        if value not in axes[axis]:
-            continue
-        not_it = {"operator": "not", "condition": {"operator": "eq", "left": axis, "value": value}}
-        kept = [{"operator": "eq", "left": other, "value": v} for v in allowed if v in axes[other]]
-        yield {"operator": "or", "conditions": [not_it, *kept]}
+LEVELS = ("L0", "L1", *FROZEN_LEVELS)
 
 
 @cache
@@ -58,19 +25,6 @@ def frozen_rows(operation: str) -> list[dict[str, str]]:
     text = resources.files("attnconform.conformance.cases").joinpath(f"l1_{operation}.json").read_text()
     rows: list[dict[str, str]] = json.loads(text)
     return rows
-
-
-def uncovered(operation: str, rows: list[dict[str, str]]) -> list[Row]:
-    """Pairs, and triples of TRIPLES, that can stand together and that no possible row holds."""
-    axes, rows = AXES[operation], [row for row in rows if is_possible(row)]
-    combined = [*combinations(axes, 2), *TRIPLES[operation]]
-    return [
-        dict(wanted)
-        for names in combined
-        for values in product(*(axes[a] for a in names))
-        if is_possible(wanted := dict(zip(names, values, strict=True)))
-        and not any(wanted.items() <= row.items() for row in rows)
-    ]
 
 
 def matrix_case(operation: str, index: int, row: dict[str, str]) -> Case:
@@ -87,7 +41,8 @@ def matrix_case(operation: str, index: int, row: dict[str, str]) -> Case:
         clauses=clauses_of(operation, row, build_problem(structure)),
         axes=row,
     )
-    return named(case, f"{row['phase']}-{row['granularity']}-{row['mask']}-{row['values']}")
+    features = [row[axis] for axis, off in OPTIONAL_AXES.items() if row[axis] != off]
+    return named(case, "-".join((row["phase"], row["granularity"], row["mask"], *features, row["values"])))
 
 
 @cache
@@ -98,8 +53,10 @@ def matrix(level: str) -> tuple[Case, ...]:
     """
     if level == "L0":
         return smoke_cases()
-    if level != "L1":
-        raise ValueError(f"level is {level}, but the levels are L0 and L1")
+    if level not in LEVELS:
+        raise ValueError(f"level is {level}, but the levels are {', '.join(LEVELS)}")
+    if level in FROZEN_LEVELS:
+        return (*matrix(LEVELS[LEVELS.index(level) - 1]), *frozen_cases(level))
     generated = [matrix_case(op, i, row) for op in AXES for i, row in enumerate(frozen_rows(op))]
     return (*smoke_cases(), *generated, wide_case(), *structure_cases(generated), *refusal_cases())
 
@@ -127,7 +84,7 @@ SMOKE_ROW = {
     "dtype": "float32", "heads": "4/2", "head_dim": "64/64", "page_size": "16", "phase": "decode",
     "lengths": "page_edge", "granularity": "dense", "sharing": "shared", "q_block": "1", "listing": "sorted",
     "local": "none", "empty": "none", "pages": "shuffled", "layout": "NHD", "strides": "dense", "mask": "none",
-    "score": "none", "sink": "none", "splits": "1", "values": "normal",
+    "score": "none", "sink": "none", "splits": "1", "values": "normal", **OPTIONAL_AXES,
 }  # fmt: skip
 SMOKE_CHANGES: tuple[dict[str, str], ...] = (
     {},

@@ -4,8 +4,21 @@ from functools import cache
 
 import msgspec
 
-from attnconform.conformance.cases.structure import CandidateStructure, Case, Corruption, Structure, named
-from attnconform.reference.rules import Alibi, SoftCap, Window
+from attnconform.conformance.cases.sample_rules import IMPURE
+from attnconform.conformance.cases.structure import (
+    CandidateStructure,
+    Case,
+    Corruption,
+    QuantStructure,
+    Structure,
+    named,
+)
+from attnconform.reference.dropout import Dropout
+from attnconform.reference.epilogue import Activation
+from attnconform.reference.rope import Rope
+from attnconform.reference.rules import Alibi, CustomMask, CustomScore, HeadWindow, RelativeBias, SoftCap, Window
+
+PER_HEAD = QuantStructure(format="int8", granularity="head")
 
 SOUND = Structure(
     seqlens_q=(1, 1),
@@ -61,6 +74,30 @@ REFUSALS: dict[str, tuple[str, Structure]] = {
     "window-negative": ("MASK-WINDOW", changed(mask_rule=Window(left=-1))),
     "query-of-another-head-dim": ("SAFE-SHAPE", corrupted("q_head_dim")),
     "cache-of-another-head-count": ("SAFE-SHAPE", corrupted("kv_heads")),
+    "bias-infinite": (
+        "SAFE-FINITE",
+        corrupted("inf_bias", score_rules=(RelativeBias(((0.5, 0.25, 0.5),) * 4),)),
+    ),
+    "bias-table-even": ("SCORE-RELATIVE", changed(score_rules=(RelativeBias(((0.5, 0.25),) * 4),))),
+    "head-windows-too-few": ("SAFE-SHAPE", changed(mask_rule=HeadWindow(left=(3, 3), right=(0, 0)))),
+    "rank-twice": ("SET-SEQUENCE", with_lists((0, 7, 7), (3, -1, 8), form="sequence", rank_bias=(0.5, 0.25, 0.125))),
+    "rank-of-a-window": (
+        "SET-SEQUENCE",
+        with_lists((0, 7, 19), (3, -1, 8), form="sequence", rank_bias=(0.5, 0.25, 0.125), window=2),
+    ),
+    "rank-without-bias": ("SET-SEQUENCE", with_lists((0, 7, 19), (3, -1, 8), form="sequence", rank_bias=(0.5, 0.25))),
+    "head-base-outside": ("COORD-HEAD-PAGE", changed(head_pages=((0, 1),) * 7 + ((2, 8),))),
+    "rule-unknown": ("RULE-NAME", changed(mask_rule=CustomMask("nobody.registered.this"))),
+    "score-rule-unknown": ("RULE-NAME", changed(score_rules=(CustomScore("nobody.registered.this"),))),
+    "rule-impure": ("RULE-PURE", changed(mask_rule=CustomMask(IMPURE))),
+    "scale-zero": ("QUANT-SCALE", corrupted("zero_scale", k_quant=PER_HEAD)),
+    "scale-shape": ("QUANT-GRANULARITY", corrupted("scale_shape", v_quant=PER_HEAD)),
+    "dropout-of-all": ("DROPOUT-RATE", changed(dropout=Dropout(1.0, seed=3))),
+    "dropout-negative": ("DROPOUT-RATE", changed(dropout=Dropout(-0.25, seed=3))),
+    "rotated-page-twice": ("ROPE-ENCODED", changed(page_table=((5, 2, 7), (1, 5)), rope=Rope(rotary_dim=64))),
+    "rotary-dim-odd": ("ROPE-PAIRS", changed(rope=Rope(rotary_dim=33, k_position="raw"))),
+    "rotary-dim-beyond": ("ROPE-PAIRS", changed(rope=Rope(rotary_dim=128, k_position="raw"))),
+    "activation-unknown": ("MERGE-EPILOGUE", changed(epilogue=(Activation("gelu"),))),
     "empty-row-refused": (
         "EMPTY-POLICY",
         msgspec.structs.replace(with_lists((-1, -1), (3, -1, 8)), empty_row="refuse"),

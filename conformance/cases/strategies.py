@@ -24,7 +24,22 @@ from attnconform.conformance.cases.structure import (
 )
 from attnconform.conformance.views import Hints
 from attnconform.reference.candidates import HOLE, Sharing
-from attnconform.reference.rules import Alibi, And, Causal, Document, MaskRule, Or, PrefixLM, ScoreRule, SoftCap, Window
+from attnconform.reference.rules import (
+    Alibi,
+    And,
+    Causal,
+    CustomMask,
+    CustomScore,
+    Document,
+    HeadWindow,
+    MaskRule,
+    Or,
+    PrefixLM,
+    RelativeBias,
+    ScoreRule,
+    SoftCap,
+    Window,
+)
 
 HEADS = ((1, 1), (2, 2), (4, 2), (6, 2), (4, 1), (3, 3))
 HEAD_DIMS = ((16, 16), (32, 32), (32, 16), (64, 64), (80, 80), (128, 128))
@@ -43,6 +58,10 @@ CLAUSES_OF_RULE: dict[type[MaskRule | ScoreRule], tuple[str, ...]] = {
     Or: ("MASK-COMPOSE",),
     Alibi: ("SCORE-ALIBI", "SCORE-HEAD"),
     SoftCap: ("SCORE-SOFTCAP",),
+    HeadWindow: ("MASK-HEAD-WINDOW",),
+    CustomMask: ("RULE-CUSTOM",),
+    RelativeBias: ("SCORE-RELATIVE", "SCORE-HEAD"),
+    CustomScore: ("RULE-CUSTOM",),
 }
 
 
@@ -288,6 +307,12 @@ def axes_of(structure: Structure, kind: ValueKind) -> dict[str, str]:
         "sink": "none" if structure.sink_logits is None else "logits",
         "splits": str(structure.hints.num_kv_splits or 1),
         "values": kind,
+        "form": "set" if lists is None else lists.form,
+        "quant": "none" if structure.k_quant is None and structure.v_quant is None else "drawn",
+        "dropout": "none" if structure.dropout is None else "drawn",
+        "rope": "none" if structure.rope is None else structure.rope.k_position,
+        "epilogue": "none" if not structure.epilogue else "drawn",
+        "head_pages": "none" if structure.head_pages is None else "apart",
     }
 
 

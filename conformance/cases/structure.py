@@ -7,19 +7,37 @@ import msgspec
 import numpy as np
 
 from attnconform.conformance.views import Hints
+from attnconform.reference import philox
 from attnconform.reference.cache import UNUSED_PAGE, PagedCache
 from attnconform.reference.candidates import Candidates
+from attnconform.reference.dropout import Dropout
+from attnconform.reference.epilogue import EpilogueStep
 from attnconform.reference.problem import AttentionProblem, default_q_offset
-from attnconform.reference.rules import Alibi, MaskRule, ScoreRule
+from attnconform.reference.quantization import QuantFormat, Quantization, ScaleGranularity, scale_shape
+from attnconform.reference.rope import Rope
+from attnconform.reference.rules import Alibi, MaskRule, RelativeBias, ScoreRule
 
 Operation = Literal["forward", "backward", "refusal", "structure"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 ValueKind = Literal[
-    "normal", "peaked", "zero_q", "half_mass", "equal_keys", "extreme", "far_key", "zero_lane", "v_mean", "integers"
+    "normal",
+    "peaked",
+    "zero_q",
+    "half_mass",
+    "equal_keys",
+    "extreme",
+    "far_key",
+    "zero_lane",
+    "v_mean",
+    "integers",
+    "code_edges",
 ]
 
 # what JSON cannot hold, or what belongs to a tensor and not to the problem
-Corruption = Literal["nan_sm_scale", "nan_sink_logit", "inf_slope", "q_head_dim", "kv_heads"]
+Corruption = Literal[
+    "nan_sm_scale", "nan_sink_logit", "inf_slope", "inf_bias", "zero_scale", "scale_shape", "q_head_dim", "kv_heads"
+]  # fmt: skip
+SCALE_STREAM = 6
 
 
 class CandidateStructure(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +50,16 @@ class CandidateStructure(msgspec.Struct, frozen=True, kw_only=True):
     q_block_size: int = 1
     window: int = 0
     num_sink_tokens: int = 0
-    form: Literal["set", "multiset"] = "set"
+    form: Literal["set", "sequence", "multiset"] = "set"
+    rank_bias: tuple[float, ...] | None = None  # of a sequence
+
+
+class QuantStructure(msgspec.Struct, frozen=True, kw_only=True):
+    """How one cache is stored; its scales are drawn from a seed of their own, around 2^-3."""
+
+    format: QuantFormat
+    granularity: ScaleGranularity
+    seed: int = 0
 
 
 class Structure(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +86,12 @@ class Structure(msgspec.Struct, frozen=True, kw_only=True):
     sm_scale: float
     sink_logits: tuple[float, ...] | None = None
     empty_row: Literal["zero", "refuse"] = "zero"
+    head_pages: tuple[tuple[int, ...], ...] | None = None  # (num_pages, num_kv_heads); None: every head's the same
+    k_quant: QuantStructure | None = None
+    v_quant: QuantStructure | None = None
+    dropout: Dropout | None = None
+    rope: Rope | None = None
+    epilogue: tuple[EpilogueStep, ...] = ()
     hints: Hints = Hints()
     corruption: Corruption | None = None  # refusal cases alone
 
@@ -111,6 +144,32 @@ def build_problem(structure: Structure) -> AttentionProblem:
         score_rules=structure.score_rules,
         sink_logits=None if sinks is None else np.asarray(sinks, dtype=np.float64),
         empty_row=structure.empty_row,
+        k_quant=build_quantization(structure, structure.k_quant, structure.head_dim_qk),
+        v_quant=build_quantization(structure, structure.v_quant, structure.head_dim_vo),
+        dropout=structure.dropout,
+        rope=structure.rope,
+        epilogue=structure.epilogue,
+    )
+
+
+def build_quantization(structure: Structure, quant: QuantStructure | None, head_dim: int) -> Quantization | None:
+    """One cache's storage with its scales: between 2^-4 and 2^-2, exact in float32."""
+    if quant is None:
+        return None
+    shape = scale_shape(
+        quant.granularity,
+        num_pages=structure.num_pages,
+        page_size=structure.page_size,
+        num_kv_heads=structure.num_kv_heads,
+        head_dim=head_dim,
+    )
+    scale = 2.0 ** (2 * philox.uniform(quant.seed, SCALE_STREAM, shape) - 4)
+    if structure.corruption == "zero_scale":
+        scale.flat[-1] = 0.0
+    if structure.corruption == "scale_shape":
+        scale = np.concatenate([scale, scale])
+    return Quantization(
+        format=quant.format, granularity=quant.granularity, scale=scale.astype(np.float32).astype(np.float64)
     )
 
 
@@ -123,6 +182,9 @@ def corrupt(structure: Structure) -> Structure:
             return msgspec.structs.replace(structure, sink_logits=(float("nan"), *(structure.sink_logits or ())[1:]))
         case "inf_slope":
             return msgspec.structs.replace(structure, score_rules=(Alibi((float("inf"),) * structure.num_qo_heads),))
+        case "inf_bias":
+            tables = ((float("inf"),) * 3,) * structure.num_qo_heads
+            return msgspec.structs.replace(structure, score_rules=(RelativeBias(tables),))
         case _:
             return structure
 
@@ -143,6 +205,7 @@ def build_cache(structure: Structure) -> PagedCache:
         page_table=table,
         layout=structure.layout,
         owned=owned,
+        head_pages=None if structure.head_pages is None else np.asarray(structure.head_pages, dtype=np.int64),
     )
 
 
@@ -159,6 +222,7 @@ def build_candidates(structure: CandidateStructure) -> Candidates:
         window=structure.window,
         num_sink_tokens=structure.num_sink_tokens,
         form=structure.form,
+        rank_bias=None if structure.rank_bias is None else np.asarray(structure.rank_bias, dtype=np.float64),
     )
 
 

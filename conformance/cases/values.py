@@ -9,12 +9,20 @@ from attnconform.conformance.cases.structure import Case, Dtype, ValueKind
 from attnconform.reference import philox
 from attnconform.reference.coordinates import FloatArray
 from attnconform.reference.problem import AttentionProblem
+from attnconform.reference.quantization import QuantFormat, Quantization, quantize
 
 NUMPY_DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 EXTREME_SCORE = 5e4
 FAR_SCORE = -524288.0
 LANE_SCORE = -20.0  # a zero-filled lane would outweigh every real key by e^20
 Q_STREAM, K_STREAM, V_STREAM, DOUT_STREAM, DLSE_STREAM = range(1, 6)
+CODE_STREAM = 7
+# codes on which conversions differ: the largest and smallest, subnormals, zero, one
+CODE_EDGES: dict[QuantFormat, tuple[float, ...]] = {
+    "int8": (-128.0, -127.0, -1.0, 0.0, 1.0, 64.0, 127.0),
+    "float8_e4m3": (-448.0, -(2.0**-6), -(2.0**-9), 0.0, 2.0**-9, 7 * 2.0**-9, 1.0, 240.0, 448.0),
+    "float8_e5m2": (-57344.0, -(2.0**-14), -(2.0**-16), 0.0, 2.0**-16, 3 * 2.0**-16, 1.0, 448.0, 57344.0),
+}
 
 
 @dataclass(frozen=True)
@@ -22,7 +30,7 @@ class Values:
     """Inputs in float64, each exactly representable in the case's dtype; k and v by slot."""
 
     q: FloatArray  # (total_q, num_qo_heads, head_dim_qk)
-    k: FloatArray  # (num_slots, num_kv_heads, head_dim_qk)
+    k: FloatArray  # (num_slots, num_kv_heads, head_dim_qk); codes where the cache is quantized
     v: FloatArray  # (num_slots, num_kv_heads, head_dim_vo)
     dout: FloatArray  # (total_q, num_qo_heads, head_dim_vo)
     dlse: FloatArray  # (total_q, num_qo_heads)
@@ -43,8 +51,26 @@ def build_values(case: Case, problem: AttentionProblem) -> Values:
     dout = philox.normal(case.seed, DOUT_STREAM, (rows, problem.num_qo_heads, problem.head_dim_vo))
     dlse = philox.normal(case.seed, DLSE_STREAM, (rows, problem.num_qo_heads))
     dtype = case.structure.dtype
-    q, k, v, dout = (round_to(x, dtype) for x in (q, k, v, dout))
+    q, dout = round_to(q, dtype), round_to(dout, dtype)
+    k, v = (stored_numbers(case, problem, quant, x) for quant, x in ((problem.k_quant, k), (problem.v_quant, v)))
     return Values(q, k, v, dout, round_to(dlse, "float32"))
+
+
+def stored_numbers(
+    case: Case, problem: AttentionProblem, quant: Quantization | None, numbers: FloatArray
+) -> FloatArray:
+    """What a cache holds: numbers of the case's dtype, or the nearest codes of a quantized one."""
+    if quant is None:
+        return round_to(numbers, case.structure.dtype)
+    if case.values == "code_edges":
+        edges = np.array(CODE_EDGES[quant.format])
+        return edges[philox.integers(case.seed, CODE_STREAM, numbers.shape, low=0, high=len(edges))]
+    slots = np.arange(problem.cache.num_slots)
+    codes = np.empty_like(numbers)
+    for head in range(numbers.shape[1]):
+        scales = quant.scales_at(slots, head, page_size=problem.cache.page_size)
+        codes[:, head] = quantize(numbers[:, head], scales, quant.format)
+    return codes
 
 
 def shape_values(
@@ -54,6 +80,8 @@ def shape_values(
     match kind:
         case "normal":
             return q, k, v
+        case "code_edges":  # large codes make scores of thousands, where one key takes all: a small query spreads them
+            return q / 64, k, v
         case "peaked":
             return 4 * q, k, v
         case "zero_q":

@@ -7,14 +7,21 @@ from attnconform.conformance.deviations import (
     blocks,
     coordinates,
     determinism,
+    dropout,
     empty,
     gqa,
     gradient_edges,
     gradients,
+    lifecycle,
     lse,
     masks,
     merge,
+    placement,
     precision,
+    quantization,
+    registered_rules,
+    rotations,
+    rule_gradients,
     safety,
     scores,
     sets,
@@ -32,7 +39,8 @@ from attnconform.conformance.deviations.deviation import (
 
 AREAS = (
     sets, coordinates, masks, blocks, scores, empty, lse, merge, gqa, gradients, gradient_edges, safety, determinism,
-    precision, structures, variants,
+    precision, structures, variants, quantization, dropout, rotations, registered_rules, placement, rule_gradients,
+    lifecycle,
 )  # fmt: skip
 
 __all__ = ["AREAS", "DEVIATIONS", "FAULT_CLASSES", "VARIANTS", "Deviation", "FaultClass", "Variant"]

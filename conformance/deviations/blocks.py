@@ -141,10 +141,10 @@ class ReadsABlockMask(Steps):
         kv_idx = np.arange(int(problem.seqlen_kv[where.request]))
         allowed = mask_allows(problem.mask_rule, where.request, where.q_idx, kv_idx)
         tiles = np.split(allowed, range(MASK_TILE, len(allowed), MASK_TILE))
-        kept = [self.keys(tile) + i * MASK_TILE for i, tile in enumerate(tiles)]
+        kept = [self.members(tile) + i * MASK_TILE for i, tile in enumerate(tiles)]
         return Positions(np.concatenate([np.empty(0, dtype=np.int64), *kept]))
 
-    def keys(self, allowed: BoolArray) -> IntArray:
+    def members(self, allowed: BoolArray) -> IntArray:
         """Offsets within a block that the row attends."""
         return np.flatnonzero(allowed)
 
@@ -153,7 +153,7 @@ class ReadsABlockMask(Steps):
 class CallsABlockFullByItsFirstElement(ReadsABlockMask):
     """A block whose first element is allowed is attended whole."""
 
-    def keys(self, allowed: BoolArray) -> IntArray:
+    def members(self, allowed: BoolArray) -> IntArray:
         return np.arange(len(allowed)) if allowed[:1].any() else np.flatnonzero(allowed)
 
 
@@ -178,7 +178,7 @@ class CallsABlockFullBySomeRow(Steps):
 class DropsPartialBlocks(ReadsABlockMask):
     """Only blocks that are full are listed."""
 
-    def keys(self, allowed: BoolArray) -> IntArray:
+    def members(self, allowed: BoolArray) -> IntArray:
         return np.flatnonzero(allowed) if allowed.all() else np.empty(0, dtype=np.int64)
 
 
@@ -186,7 +186,7 @@ class DropsPartialBlocks(ReadsABlockMask):
 class DropsABlockWithOneEdge(ReadsABlockMask):
     """A block with a single edge is called empty."""
 
-    def keys(self, allowed: BoolArray) -> IntArray:
+    def members(self, allowed: BoolArray) -> IntArray:
         return np.flatnonzero(allowed) if allowed.sum() != 1 else np.empty(0, dtype=np.int64)
 
 
@@ -194,7 +194,7 @@ class DropsABlockWithOneEdge(ReadsABlockMask):
 class ListsFullBlocksAsPartialToo(ReadsABlockMask):
     """A full block stands in both lists and is attended twice."""
 
-    def keys(self, allowed: BoolArray) -> IntArray:
+    def members(self, allowed: BoolArray) -> IntArray:
         kept = np.flatnonzero(allowed)
         return np.append(kept, kept) if allowed.all() else kept
 

@@ -273,3 +273,34 @@ class ComparesKernelsAlone(Miscounts):
 
     def miscount(self, arguments: dict[str, Any]) -> float:
         return float(arguments["dense"] / arguments["times"].attention)
+
+
+@deviates("COST-USE-BOUND", fault_class="A", report="article 1, 7.3: k scattered tokens touch up to k blocks")
+class TakesTokensForClustered(Miscounts):
+    """The lower bound of the use of blocks is that of clustered tokens."""
+
+    figure = "least_block_use"
+
+    def miscount(self, arguments: dict[str, Any]) -> float:
+        return float(COSTS["largest_block_use"](**arguments))
+
+
+@deviates("COST-USE-BOUND", fault_class="A", report="no report: more blocks than the request has")
+class ScattersPastTheRequest(Miscounts):
+    """Scattered tokens are given a block each, however few blocks the request has."""
+
+    figure = "least_block_use"
+
+    def miscount(self, arguments: dict[str, Any]) -> float:
+        return 1 / float(arguments["block_size"])
+
+
+@deviates("MASK-LEAK", fault_class="Z", report="article 2, 6.3: masked keys stand in the denominator too")
+class LeavesTheLeakOutOfTheDenominator(Miscounts):
+    """What leaks is divided by the denominator of the keys that count alone."""
+
+    figure = "leaked_mass"
+
+    def miscount(self, arguments: dict[str, Any]) -> float:
+        leaked = float(arguments["num_masked"] * np.exp(-arguments["c"]))
+        return leaked / arguments["z"] if arguments["z"] else 0.0

@@ -179,7 +179,7 @@ class Screen:
 def is_tagged(case: Case, clause: str) -> bool:
     """Whether a case exercises a clause; a bound is exercised by every case that has its output."""
     if area(clause) == "BOUND":
-        return case.operation == ("backward" if clause in ("BOUND-GRAD", "BOUND-VOID") else "forward")
+        return case.operation == ("backward" if clause in ("BOUND-GRAD", "BOUND-VOID", "BOUND-RULE") else "forward")
     return clause in case.clauses
 
 

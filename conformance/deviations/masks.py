@@ -289,13 +289,12 @@ class KeepsMaskedKeys(Steps):
         listed = self.candidates(problem, where, qo_head)
         if not len(listed):
             return super().attend(problem, where, qo_head, q, k, v)
-        allowed = mask_allows(problem.mask_rule, where.request, where.q_idx, listed.values)
+        allowed = mask_allows(problem.mask_rule, where.request, where.q_idx, listed.values, qo_head)
         if problem.empty_row == "refuse" and not allowed.any():
             return super().attend(problem, where, qo_head, q, k, v)
-        slots, kv_head = self.slots(problem, where, listed).values, self.kv_head(problem, qo_head)
-        scores, _ = self.scores(problem, where, qo_head, listed, k[slots, kv_head] @ q)
+        scores, values = self.load(problem, where, qo_head, listed, q, k, v)
         with np.errstate(all="ignore"):
-            state = self.masked_state(scores, allowed, v[slots, kv_head])
+            state = self.masked_state(scores, allowed, values)
             return self.finish(problem, qo_head, state)
 
     def masked_state(self, scores: FloatArray, allowed: BoolArray, v: FloatArray) -> PartialState:
@@ -381,10 +380,9 @@ class ReadsTheWholeRequest(Steps):
         selected = np.isin(every.values, self.effective(problem, where, qo_head).values)
         if not selected.any():
             return super().attend(problem, where, qo_head, q, k, v)
-        slots, kv_head = self.slots(problem, where, every).values, self.kv_head(problem, qo_head)
-        scores, _ = self.scores(problem, where, qo_head, every, k[slots, kv_head] @ q)
+        scores, values = self.load(problem, where, qo_head, every, q, k, v)
         with np.errstate(all="ignore"):
-            return self.finish(problem, qo_head, self.selected_state(scores, selected, v[slots, kv_head]))
+            return self.finish(problem, qo_head, self.selected_state(scores, selected, values))
 
     def selected_state(self, scores: FloatArray, selected: BoolArray, v: FloatArray) -> PartialState:
         """State of the row."""

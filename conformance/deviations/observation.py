@@ -55,7 +55,9 @@ def same_gradients(a: ObservedGradients, b: ObservedGradients) -> bool:
     pairs = [(a.raw.dq, b.raw.dq), (a.raw.dk, b.raw.dk), (a.raw.dv, b.raw.dv)]
     if a.raw.dsink is not None and b.raw.dsink is not None:
         pairs.append((a.raw.dsink, b.raw.dsink))
-    return a.mutated == b.mutated and all(same_bits(x, y) for x, y in pairs)
+    pairs += zip(a.raw.dscore or (), b.raw.dscore or (), strict=False)
+    same_rules = len(a.raw.dscore or ()) == len(b.raw.dscore or ())
+    return a.mutated == b.mutated and same_rules and all(same_bits(x, y) for x, y in pairs)
 
 
 def trial_of(case: Case, backend: Backend) -> Trial:

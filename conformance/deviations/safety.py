@@ -401,3 +401,17 @@ class ReadsANegativeWindowAsUnlimited(Forgives):
             return problem
         sides = [None if side is None or side < 0 else side for side in (rule.left, rule.right)]
         return replace(problem, mask_rule=Window(*sides))
+
+
+@deviates("SAFE-MEMORY", fault_class="C", report="no report: a workspace kept for each call")
+class KeepsEveryOutput(StepsBackend):
+    """Each call's output is kept for good."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device)
+        self.kept: list[torch.Tensor] = []
+
+    def forward(self, problem: ProblemView, tensors: Tensors) -> Forward:
+        given = super().forward(problem, tensors)
+        self.kept.append(given.out.repeat(4, 1, 1))
+        return given

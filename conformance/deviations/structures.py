@@ -4,10 +4,21 @@ They are backends like any other deviation, and show in structure cases alone: t
 """
 
 from attnconform.conformance.adapters.reference_structures import ReferenceStructures
-from attnconform.conformance.deviations import block_structures, cost_figures, list_structures
+from attnconform.conformance.deviations import (
+    block_structures,
+    canonical_structures,
+    cost_figures,
+    fallback_structures,
+    list_structures,
+    plan_structures,
+    pool_structures,
+)
 from attnconform.conformance.deviations.deviation import Deviation
 
-AREAS = (block_structures, list_structures, cost_figures)
+AREAS = (
+    block_structures, list_structures, cost_figures, canonical_structures, pool_structures, plan_structures,
+    fallback_structures,
+)  # fmt: skip
 
 __all__ = ["AREAS", "is_structural"]
 

@@ -1,25 +1,125 @@
 """Why does a backend fail a case? Shrink it, walk the stages, and name the clause whose breach gives these numbers."""
 
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 
 from attnconform.conformance.adapters.registry import load_backend
-from attnconform.conformance.backend import Backend
+from attnconform.conformance.cases.matrix import matrix
 from attnconform.conformance.cases.structure import Case, decode_case, encode_case
+from attnconform.conformance.deviations import Deviation
+from attnconform.conformance.explain.discriminate import tell_apart
+from attnconform.conformance.explain.evidence import Make
 from attnconform.conformance.explain.rank import Match, rank_deviations
 from attnconform.conformance.explain.reproducer import write_reproducer
 from attnconform.conformance.explain.shrink import shrink
-from attnconform.conformance.explain.stages import first_wrong_stage
+from attnconform.conformance.explain.signature import Signature, signature_of
+from attnconform.conformance.explain.stages import Stage, first_wrong_stage
+from attnconform.conformance.explain.telling import Untold
 from attnconform.conformance.judge import judge
 from attnconform.conformance.judge.trial import BackendCrash, Trial
-from attnconform.conformance.judge.verdict import CaseResult
+from attnconform.conformance.judge.verdict import CaseResult, Finding
 from attnconform.conformance.report.text import finding_text
 from attnconform.conformance.selection import case_by_id
-from attnconform.reference.coordinates import FloatArray
 
 NAMED = 3  # deviations that are printed
+WITH_NUMBERS = ("forward", "backward")
+# states that say something of a call, and nothing of where its numbers first go wrong
+OF_THE_CALL = frozenset({
+    "CRASH", "HANG", "OOM", "FAIL_oob_write", "FAIL_input_mutated", "FALLBACK_UNDECLARED", "FAIL_unwritten",
+    "FAIL_race", "FAIL_determinism", "FAIL_leak",
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What can be said of a failed case."""
+
+    result: CaseResult  # of the case as given
+    small: Case  # the smallest that fails in the same way
+    stage: Stage | None  # of the smallest case
+    where: str  # what the wrong elements of the case as given have in common, in kernel terms
+    signature: Signature | None
+    matches: list[Match]  # the likeliest first
+
+
+def explain(
+    case: Case,
+    make: Make,
+    result: CaseResult,
+    *,
+    deviations: Iterable[Deviation] | None = None,
+    cases: Sequence[Case] | None = None,  # that tell deviations apart; those of the matrix by default
+) -> Explanation:
+    """The whole explanation of a case that a backend fails; `make` gives a fresh backend at every call."""
+    small = minimal_case(case, make, result)
+    check = result.findings[0].check
+    with np.errstate(all="ignore"):  # deviations overflow and divide by 0 on purpose
+        matches = rank_deviations(small, make, deviations, check=check)
+        matches = tell_apart(matches, make, case, matrix("L1") if cases is None else cases)
+        has_numbers = case.operation in WITH_NUMBERS
+        stage = stage_or_none(small, make, result) if has_numbers else None
+        where = where_of(case, make, result) if has_numbers else ""
+        signature = signature_or_none(case, make, result) if has_numbers else None
+    return Explanation(result, small, stage, where, signature, matches)
+
+
+def minimal_case(case: Case, make: Make, result: CaseResult) -> Case:
+    """The smallest case that the same check fails in the same way."""
+    first = result.findings[0]
+    check = next((c for c in judge.CHECKS_OF[case.operation] if c.__name__ == first.check), None)
+    if check is None or case.operation not in WITH_NUMBERS:
+        return case
+
+    def still_fails(smaller: Case) -> bool:
+        return any(is_alike(first, f) for f in judge.judge_case(smaller, make(), checks=[check]).findings)
+
+    return shrink(case, still_fails)
+
+
+def is_alike(a: Finding, b: Finding) -> bool:
+    """Whether two findings say the same of two cases: the same state, and the same error where one was raised."""
+    return a.state == b.state and (a.state != "CRASH" or digits_out(a.message) == digits_out(b.message))
+
+
+def digits_out(message: str) -> str:
+    """A message without its numbers."""
+    return re.sub(r"-?\d[\d.e+-]*", "#", message)
+
+
+def where_of(case: Case, make: Make, result: CaseResult) -> str:
+    """What the wrong elements have in common; on the case as given, where there are many of them."""
+    stage = stage_or_none(case, make, result)
+    return "" if stage is None else stage.where
+
+
+def stage_or_none(case: Case, make: Make, result: CaseResult) -> Stage | None:
+    """The first stage that differs: the call itself, where it raises or does more than answer, else one of numbers."""
+    first = result.findings[0]
+    if first.state in OF_THE_CALL:
+        return Stage("call", first.message, "")
+    try:
+        return first_wrong_stage(Trial(case, make()))
+    except BackendCrash as crash:
+        return Stage("call", str(crash), "")
+
+
+def signature_or_none(case: Case, make: Make, result: CaseResult) -> Signature | None:
+    """The kind of fault; none where it is no matter of numbers."""
+    if result.findings[0].state in OF_THE_CALL:
+        return None
+    try:
+        return signature_of(case, make, result)
+    except BackendCrash:
+        return None
+
+
+# -- on the terminal ---------------------------------------------------------------------------------------------------
 
 
 def load_case(name: str) -> Case:
@@ -35,34 +135,37 @@ def load_case(name: str) -> Case:
 
 def explain_case(console: Console, name: str, *, backend: str, device: str) -> int:
     """Prints the explanation; 0 where the case conforms after all, 1 where it does not."""
-    case, subject = load_case(name), load_backend(backend, device)
-    result = judge.judge_case(case, subject)
+    case, make = load_case(name), partial(load_backend, backend, device)
+    result = judge.judge_case(case, make())
     if result.is_conforming or result.state == "UNSUPPORTED":
         console.print(f"{case.id}: {result.state} {result.reason}", highlight=False)
         return 0
     for finding in result.findings:
-        console.print(finding_text(finding), highlight=False, markup=False)
-    if case.operation in ("refusal", "structure"):
-        return 1
-    small = minimal_case(case, subject, result)
-    console.print(f"smallest failing case: {describe(small)}", highlight=False)
-    print_stage(console, small, subject)
-    print_matches(console, rank_or_none(small, subject))
-    write_files(console, small, backend, device)
+        say(console, finding_text(finding))
+    explanation = explain(case, make, result)
+    print_explanation(console, explanation)
+    if case.operation in WITH_NUMBERS:
+        write_files(console, explanation.small, make, backend, device)
     return 1
 
 
-def minimal_case(case: Case, backend: Backend, result: CaseResult) -> Case:
-    """The smallest case that the same check fails in the same way."""
-    first = result.findings[0]
-    check = next((c for c in judge.CHECKS_OF[case.operation] if c.__name__ == first.check), None)
-    if check is None:
-        return case
+def say(console: Console, text: str) -> None:
+    """One line, as it is."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def still_fails(smaller: Case) -> bool:
-        return judge.judge_case(smaller, backend, checks=[check]).state == first.state
 
-    return shrink(case, still_fails)
+def print_explanation(console: Console, explanation: Explanation) -> None:
+    """The smallest case, the stage, the place, the kind of fault, and the clause."""
+    if explanation.small.operation in WITH_NUMBERS:
+        say(console, f"smallest failing case: {describe(explanation.small)}")
+    stage = explanation.stage
+    if stage is not None:
+        say(console, f"first wrong stage: {stage.name}: {stage.message}")
+    if explanation.where:
+        say(console, f"where, on the case as given: {explanation.where}")
+    if explanation.signature is not None:
+        say(console, f"kind of fault: {explanation.signature}")
+    print_matches(console, explanation.matches)
 
 
 def describe(case: Case) -> str:
@@ -75,47 +178,29 @@ def describe(case: Case) -> str:
     )
 
 
-def print_stage(console: Console, case: Case, backend: Backend) -> None:
-    """The first stage that differs, and where in kernel terms."""
-    try:
-        stage = first_wrong_stage(Trial(case, backend))
-    except BackendCrash as crash:
-        console.print(f"stage: call: {crash}", highlight=False, markup=False)
-        return
-    if stage is not None:
-        console.print(f"first wrong stage: {stage.name}: {stage.message}", highlight=False, markup=False)
-        if stage.where:
-            console.print(f"where: {stage.where}", highlight=False, markup=False)
-
-
-def rank_or_none(case: Case, backend: Backend) -> list[Match]:
-    """Deviations by distance; none where the backend gives no numbers."""
-    try:
-        return rank_deviations(case, backend)
-    except BackendCrash:
-        return []
-
-
 def print_matches(console: Console, matches: list[Match]) -> None:
     """The deviations that reproduce the numbers, or the nearest misses."""
     found = [m for m in matches if m.reproduces]
     if not found:
-        console.print("no known deviation reproduces these numbers")
-    for match in found[:NAMED]:
+        say(console, "no known deviation reproduces these numbers")
+        near = [m for m in matches if np.isfinite(m.distance)]
+        for match in sorted(near, key=lambda m: m.distance)[:1]:
+            text = f"nearest: {match.deviation.clause} broken as in {match.deviation.id}"
+            say(console, f"{text}, {match.distance:.3g} bounds away ({match.deviation.idea})")
+    for match in [m for m in found if m.order == found[0].order][:NAMED] or found[:1]:
         broken = f"your output equals the reference with {match.deviation.clause} broken"
-        console.print(f"{broken}: {match.deviation.id} ({match.deviation.idea})", highlight=False, markup=False)
+        cases = f", on {match.agreed_cases} cases" if match.agreed_cases > 1 else ""
+        say(console, f"{broken}: {match.deviation.id} ({match.deviation.idea}){cases}")
 
 
-def write_files(console: Console, case: Case, backend: str, device: str) -> None:
+def write_files(console: Console, case: Case, make: Make, backend: str, device: str) -> None:
     """The minimal case as JSON, and the script that reproduces it."""
-    result = Trial(case, load_backend("reference", "cpu")).oracle
-    want = {name: as_hex(getattr(result, name)) for name in ("out", "lse")}
     case_file, script = Path(f"{case.id}.json"), Path(f"reproduce_{case.id}.py")
     case_file.write_bytes(encode_case(case))
-    write_reproducer(script, case, want, backend=backend, device=device)
-    console.print(f"wrote {case_file} and {script}; judge it again: attnconform explain {case_file} -b {backend}")
-
-
-def as_hex(array: FloatArray) -> dict[str, object]:
-    """An array as its shape and hexadecimal floats."""
-    return {"shape": list(array.shape), "data": [float(x).hex() for x in np.ravel(array)]}
+    again = f"judge it again: attnconform explain {case_file} -b {backend}"
+    try:
+        write_reproducer(script, case, make(), backend=backend, device=device)
+    except Untold as untold:
+        say(console, f"wrote {case_file}, and no script: {untold}; {again}")
+        return
+    say(console, f"wrote {case_file} and {script}; {again}")

@@ -1,49 +1,141 @@
-"""A single file that reproduces a failure: the case and the right numbers inside, the adapter by name."""
+"""A single file that reproduces a failure: problem, inputs, right numbers, and attention in plain numpy."""
 
-import json
 from pathlib import Path
 
-from attnconform.conformance.cases.structure import Case, encode_case
-
-TEMPLATE = '''"""Reproduces {case_id} on {backend}. Needs attnconform and the adapter; what is expected stands below."""
-
-import json
-
+import jinja2
+import msgspec
 import numpy as np
 
 from attnconform.conformance.adapters.registry import load_backend
-from attnconform.conformance.cases.structure import decode_case
+from attnconform.conformance.backend import Backend
+from attnconform.conformance.cases.structure import Case, decode_case
+from attnconform.conformance.cases.values import Values
+from attnconform.conformance.explain.evidence import Answer, Numbers, Script
+from attnconform.conformance.explain.rank import comparisons
+from attnconform.conformance.explain.telling import Telling, array_text, literal
 from attnconform.conformance.judge.trial import Trial
+from attnconform.reference.coordinates import FloatArray
 
-CASE = r"""{case_json}"""
-WANT = json.loads(r"""{want_json}""")
-
-
-def parse(rows):
-    return np.array([float.fromhex(x) for x in rows["data"]]).reshape(rows["shape"])
-
-
-trial = Trial(decode_case(CASE.encode(), "CASE"), load_backend({backend!r}, {device!r}))
-seen = trial.base
-for name in ("out", "lse"):
-    got, want = getattr(seen, name), parse(WANT[name])
-    if got is None:
-        continue
-    with np.errstate(invalid="ignore"):
-        error = np.where(got == want, 0.0, np.abs(got - want))
-    at = np.unravel_index(np.argmax(np.where(np.isnan(error), np.inf, error)), error.shape)
-    place = tuple(map(int, at))
-    print(f"{{name}}{{place}}: error {{error[at]:.3g}}, got {{got[at]:.9g}}, want {{want[at]:.9g}}")
-'''
+COMPARED = ("first", "backward")  # calls whose numbers have a right answer in the script
+REPEATED = {"other poison": "first", "unselected": "first", "again": "first", "backward again": "backward"}
+NOTES = {
+    "other poison": "other bytes in the outputs and in slots that nobody owns change the answer",
+    "unselected": "other bytes in slots that no row attends change the answer",
+    "again": "the same call gives other bits",
+    "backward again": "the same backward gives other bits",
+}
 
 
-def write_reproducer(path: Path, case: Case, want: dict[str, dict[str, object]], *, backend: str, device: str) -> None:
-    """Writes the script. `want` holds out and lse as shape and hexadecimal floats."""
-    text = TEMPLATE.format(
-        case_id=case.id,
-        backend=backend,
-        device=device,
-        case_json=encode_case(case).decode(),
-        want_json=json.dumps(want),
+def write_reproducer(path: Path, case: Case, subject: Backend, *, backend: str, device: str) -> None:
+    """Writes the script. Raises Untold for a case that it cannot tell in numpy."""
+    path.write_text(reproducer_text(case, subject, backend=backend, device=device), encoding="utf-8")
+
+
+def reproducer_text(case: Case, subject: Backend, *, backend: str, device: str) -> str:
+    """The script, as text; it has what the case needs and no more."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("attnconform.conformance.explain", "."),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
     )
-    path.write_text(text, encoding="utf-8")
+    environment.filters["literal"] = literal
+    names = {
+        "case_id": case.id,
+        "case_json": msgspec.json.encode(case, order="deterministic").decode(),
+        "backend": backend,
+        "device": device,
+    }
+    return environment.get_template("reproduce.py.j2").render(names | parts(case, Trial(case, subject)))
+
+
+def parts(case: Case, trial: Trial) -> dict[str, object]:
+    """What the template is filled with."""
+    problem, told = trial.problem, Telling(trial.problem, trial.values)
+    inputs = inputs_of(trial)
+    want, bound = expected(trial)
+    rope = getattr(problem, "rope", None)
+    rotary = rope if rope is not None and rope.turns else None
+    names = [told.input_name(name) for name in inputs]
+    score_lines = [line for rule in problem.score_rules for line in told.score(rule)]
+    filled = {
+        "s": case.structure,
+        "head_pages": getattr(case.structure, "head_pages", None),
+        "backward": case.operation == "backward",
+        "q_offset": tuple(problem.q_offset.tolist()),
+        "lists": case.structure.candidates,
+        "lists_per_block": 1 if problem.candidates is None else problem.lists_per_block,
+        "list_head": told.list_head(),
+        "mask": told.mask(problem.mask_rule),
+        "score_lines": [*score_lines, *told.ranks()],
+        "kept": told.kept(),
+        "epilogue_lines": told.epilogue(),
+        "rotary": rotary,
+        "want": [(name, array_text(array)) for name, array in want.items()],
+        "bound": [(name, array_text(array)) for name, array in bound.items()],
+        "input_arguments": ", ".join(names),
+    }
+    return filled | {"inputs": [*zip(names, map(array_text, inputs.values()), strict=True), *told.extra]}
+
+
+def inputs_of(trial: Trial) -> dict[str, FloatArray]:
+    """The numbers that go in, by name."""
+    values = trial.values
+    inputs = {"q": values.q, "k": values.k, "v": values.v}
+    if trial.case.operation == "backward":
+        dlse = trial.dlse(values)
+        inputs |= {"dout": values.dout, "dlse": np.zeros_like(values.dlse) if dlse is None else dlse}
+    return inputs
+
+
+def expected(trial: Trial) -> tuple[Numbers, Numbers]:
+    """What is right, and how far the backend's declared arithmetic may be from it, by name."""
+    answers = [a for a in Script(trial.case).answers(lambda: trial.backend) if a.call in COMPARED]
+    compared = [c for answer in answers for c in comparisons(trial, answer)]
+    told = [c for c in compared if c.name in ("out", "lse", "dq", "dk", "dv", "dsink")]
+    if not told:  # the very first call raised: there is nothing to hold to a bound
+        right = {"out": trial.oracle.out, "lse": trial.oracle.lse}
+        return right, {name: np.zeros_like(array) for name, array in right.items()}
+    return {c.name: c.want for c in told}, {c.name: c.worst for c in told}
+
+
+def call_adapter(
+    case_json: str, backend: str, device: str, q: FloatArray, k: FloatArray, v: FloatArray, *gradients: FloatArray
+) -> tuple[Numbers, list[str]]:
+    """What a backend gives for these inputs, by name, and one line for all else that is wrong with its calls."""
+    script = Script(decode_case(case_json.encode(), "CASE"))
+    drawn = script.template.values
+    dout, dlse = gradients or (drawn.dout, drawn.dlse)
+    script.template.values = Values(q, k, v, dout, dlse)
+    answers = {answer.call: answer for answer in script.answers(lambda: load_backend(backend, device))}
+    numbers: Numbers = {}
+    for call in COMPARED:
+        if call in answers:
+            numbers |= answers[call].numbers
+    return numbers, [note for answer in answers.values() for note in notes_on(answer, answers)]
+
+
+def notes_on(answer: Answer, answers: dict[str, Answer]) -> list[str]:
+    """What a call did beside its numbers, and whether a call that changes nothing changed them."""
+    if answer.marks[:1] == ("raised",):
+        return [f"{answer.call}: the backend raised {answer.marks[1]}"]
+    notes = [f"{answer.call}: the backend changed its input {name}" for name in mutated(answer)]
+    if len(answer.marks) == 3 and not answer.marks[1]:
+        notes.append(f"{answer.call}: bytes beside the outputs were overwritten")
+    if len(answer.marks) == 3 and answer.marks[2]:
+        notes.append(f"{answer.call}: ran on a fallback")
+    if answer.call in REPEATED and not has_same_numbers(answer, answers[REPEATED[answer.call]]):
+        notes.append(f"{answer.call}: {NOTES[answer.call]}")
+    return notes
+
+
+def mutated(answer: Answer) -> tuple[str, ...]:
+    """Names of inputs that a call changed."""
+    names = answer.marks[0] if answer.marks else ()
+    return names if isinstance(names, tuple) else ()
+
+
+def has_same_numbers(a: Answer, b: Answer) -> bool:
+    """Whether two calls gave the same bits."""
+    return Answer("", a.numbers).same_bits(Answer("", b.numbers))

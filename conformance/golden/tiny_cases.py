@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import msgspec
 
 from attnconform.conformance.cases.clauses_of import clauses_of
-from attnconform.conformance.cases.generate import build_structure
+from attnconform.conformance.cases.generate import QUANTS, build_structure
 from attnconform.conformance.cases.matrix import SMOKE_ROW
 from attnconform.conformance.cases.structure import Case, build_problem, named
 
@@ -50,6 +50,26 @@ CHANGES: tuple[dict[str, str], ...] = (
     LISTS | {"q_block": "4", "phase": "prefill", "mask": "causal"},
     {"granularity": "block", "sharing": "kv_head", "lengths": "tile_edge"},
     {"granularity": "block", "sharing": "query_head", "lengths": "long_and_short", "mask": "causal"},
+    {"phase": "prefill", "mask": "head_window"},
+    {"phase": "prefill", "mask": "custom"},
+    {"score": "relative"},
+    {"score": "softcap_relative", "values": "peaked"},
+    {"score": "custom", "values": "peaked"},
+    LISTS | {"form": "sequence", "listing": "holes"},
+    LISTS | {"form": "sequence", "listing": "shuffled"},
+    *({"quant": quant} for quant in QUANTS if quant != "none"),
+    {"quant": "mixed", "values": "code_edges", "pages": "high"},
+    {"quant": "e4m3_token", "values": "code_edges"},
+    {"dropout": "quarter"},
+    {"dropout": "quarter", "phase": "chunk", "mask": "causal"},
+    {"rope": "encoded"},
+    {"rope": "raw", "phase": "chunk"},
+    {"rope": "raw_interleaved"},
+    {"epilogue": "relu", "splits": "2"},
+    {"epilogue": "silu_gate"},
+    {"epilogue": "cast"},
+    {"head_pages": "apart"},
+    {"score": "alibi", "phase": "chunk", "values": "normal"},
 )
 FIRST_SEED = 0xF17C_0000
 

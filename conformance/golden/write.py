@@ -9,12 +9,12 @@ from attnconform.conformance.adapters.reference_steps import StepsBackend
 from attnconform.conformance.cases.refusals import refusal_cases
 from attnconform.conformance.cases.structure import Case, build_problem
 from attnconform.conformance.deviations import DEVIATIONS, Deviation
-from attnconform.conformance.explain.rank import comparisons
 from attnconform.conformance.golden.tiny_cases import tiny_cases
 from attnconform.conformance.golden.vector import Refusal, Vector, to_array
 from attnconform.conformance.golden.worked import worked_vectors
+from attnconform.conformance.judge.gradient_bounds import compare_gradients
 from attnconform.conformance.judge.trial import BackendCrash, Trial
-from attnconform.conformance.judge.values import Comparison
+from attnconform.conformance.judge.values import Comparison, compare_forward
 from attnconform.reference.errors import RefusedInput
 from attnconform.reference.problem import check_problem
 
@@ -33,7 +33,7 @@ def all_vectors() -> Iterator[Vector]:
 
 def vector_of(deviation: Deviation) -> Vector | None:
     """The vector that shows a deviation best; None where no tiny case shows it in deterministic numbers."""
-    operation = "backward" if deviation.clause.startswith("GRAD") or deviation.clause == "EMPTY-GRAD" else "forward"
+    operation = "backward" if "GRAD" in deviation.clause or deviation.clause == "DROPOUT-BACKWARD" else "forward"
     best: tuple[float, int, Case, list[Comparison]] | None = None
     for case in tiny_cases(operation):
         if deviation.clause not in case.clauses:
@@ -58,11 +58,23 @@ def shown_by(deviation: Deviation, case: Case) -> list[Comparison]:
     return first if stable else []
 
 
+def comparisons(trial: Trial) -> list[Comparison]:
+    """All outputs of a backend on one case, beside the oracle's and their bounds."""
+    compared = compare_forward(trial, trial.values, trial.base, trial.oracle)
+    if trial.case.operation == "backward":
+        gradients = trial.run_backward(trial.values, trial.base)
+        oracle = trial.oracle_gradients(trial.values, trial.oracle)
+        compared += compare_gradients(trial, trial.values, gradients, oracle, trial.oracle)
+    return compared
+
+
 def make_vector(deviation: Deviation, case: Case, wrong: list[Comparison]) -> Vector:
     """The file of one deviation and case."""
     trial = Trial(case, StepsBackend())
     values = trial.values
     tensors = {"q": values.q, "k": values.k, "v": values.v}
+    quants = {"k_scale": trial.problem.k_quant, "v_scale": trial.problem.v_quant}
+    tensors |= {name: quant.scale for name, quant in quants.items() if quant is not None}
     if case.operation == "backward":
         tensors |= {"dout": values.dout, "dlse": values.dlse}
     ratio = max(c.worst_ratio for c in wrong)

@@ -66,6 +66,11 @@ def questions() -> list[Question]:
             {"num_q_tiles": 64, "num_pages": 264, "page_size": 16, "head_dim": 128},
         ),
         ("COST-END-TO-END", "end_to_end_speedup", {"dense": 100, "times": TIMES}),
+        ("COST-USE-BOUND", "least_block_use", {"num_tokens": 100, "block_size": 16, "seqlen_kv": 400}),
+        ("COST-USE-BOUND", "least_block_use", {"num_tokens": 20, "block_size": 16, "seqlen_kv": 4000}),
+        ("COST-USE-BOUND", "largest_block_use", {"num_tokens": 100, "block_size": 16, "seqlen_kv": 400}),
+        ("MASK-LEAK", "leaked_mass", {"num_masked": 65536, "c": 10.0, "z": 2.5}),
+        ("MASK-LEAK", "leaked_mass", {"num_masked": 3, "c": 50000.0, "z": 0.0}),
         ("COST-SCALES", "scale_bytes", {"k_granularity": "page_channel", "v_granularity": "token", **SHAPE}),
     ]
     asked += [("COST-SCALES", "num_scales", {"granularity": g, **SHAPE}) for g in ("tensor", "head", "page", "channel")]
@@ -75,7 +80,7 @@ def questions() -> list[Question]:
 @checks(
     "COST-FLOPS", "COST-INTENSITY", "COST-GRID", "COST-TILES", "COST-UTILIZATION", "COST-INDEX-USE",
     "COST-AMPLIFICATION", "COST-BYTES", "COST-INDEX-BYTES", "COST-TRANSACTION", "COST-TIME", "COST-SCALES",
-    "COST-GATHER", "COST-PARTIALS", "COST-ATOMICS", "COST-GRADIENTS", "COST-END-TO-END",
+    "COST-GATHER", "COST-PARTIALS", "COST-ATOMICS", "COST-GRADIENTS", "COST-END-TO-END", "COST-USE-BOUND", "MASK-LEAK",
 )  # fmt: skip
 def check_costs(trial: Trial) -> list[Finding]:
     """Every figure that the backend gives is the formula's."""

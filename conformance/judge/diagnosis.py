@@ -9,12 +9,14 @@ from attnconform.reference.candidates import HOLE
 from attnconform.reference.coordinates import IntArray
 from attnconform.reference.problem import QueryRow
 from attnconform.reference.rule_values import mask_allows
-from attnconform.reference.rules import And, Causal, Document, MaskRule, Or, PrefixLM, Window
+from attnconform.reference.rules import And, Causal, CustomMask, Document, HeadWindow, MaskRule, Or, PrefixLM, Window
 from attnconform.reference.steps import Steps
 
 RULE_CLAUSES: dict[type, str] = {
     Causal: "MASK-CAUSAL",
     Window: "MASK-WINDOW",
+    HeadWindow: "MASK-HEAD-WINDOW",
+    CustomMask: "RULE-CUSTOM",
     PrefixLM: "MASK-PREFIX",
     Document: "MASK-DOCUMENT",
     And: "MASK-COMPOSE",
@@ -29,7 +31,10 @@ def name_extra(trial: Trial, where: QueryRow, qo_head: int, positions: IntArray)
     problem, position = trial.problem, int(positions[0])
     if position not in Steps().candidates(problem, where, qo_head).values:
         return unlisted_clauses(trial, where, qo_head, position)
-    return tuple(dict.fromkeys([*broken_rules(problem.mask_rule, where, position), "MASK-BEFORE-MAX", "MASK-OFFSET"]))
+    if position in Steps().effective(problem, where, qo_head).values:
+        return "DROPOUT-COUNTER", "DROPOUT-NUMERATOR"  # attended, and dropped: only its value should be missing
+    broken = broken_rules(problem.mask_rule, where, position, qo_head)
+    return tuple(dict.fromkeys([*broken, "MASK-BEFORE-MAX", "MASK-OFFSET"]))
 
 
 def unlisted_clauses(trial: Trial, where: QueryRow, qo_head: int, position: int) -> tuple[str, ...]:
@@ -52,13 +57,13 @@ def listed_for_another_head(trial: Trial, where: QueryRow, qo_head: int, positio
     return any(position in Steps().candidates(trial.problem, where, h).values for h in others)
 
 
-def broken_rules(rule: MaskRule | None, where: QueryRow, position: int) -> Iterator[str]:
+def broken_rules(rule: MaskRule | None, where: QueryRow, position: int, qo_head: int) -> Iterator[str]:
     """Clauses of the parts of a rule that forbid the position, the parts before the composition."""
-    if rule is None or mask_allows(rule, where.request, where.q_idx, np.array([position])).all():
+    if rule is None or mask_allows(rule, where.request, where.q_idx, np.array([position]), qo_head).all():
         return
     if isinstance(rule, And | Or):
         for part in rule.rules:
-            yield from broken_rules(part, where, position)
+            yield from broken_rules(part, where, position, qo_head)
     yield RULE_CLAUSES[type(rule)]
 
 
@@ -88,5 +93,9 @@ def name_missing(trial: Trial, where: QueryRow, qo_head: int, position: int) -> 
             clauses.append("SET-UNION")
     if position // problem.cache.page_size == (seqlen_kv - 1) // problem.cache.page_size:
         clauses.append("MASK-TAIL")
+    if problem.cache.head_pages is not None:
+        clauses.insert(0, "COORD-HEAD-PAGE")
+    if problem.dropout is not None:
+        clauses = ["DROPOUT-COUNTER", *clauses]
     clauses += [*rule_clauses(problem.mask_rule), "MASK-OFFSET", "GQA-MAP", "MERGE-SPLIT", "MERGE-DISJOINT"]
     return tuple(dict.fromkeys(clauses))

@@ -2,49 +2,20 @@
 
 import numpy as np
 
-from attnconform.conformance.bounds.backward import backward_bounds
-from attnconform.conformance.bounds.forward import forward_bounds
 from attnconform.conformance.cases.values import Values
 from attnconform.conformance.clauses import checks
-from attnconform.conformance.judge.blocks import placed_blocks
+from attnconform.conformance.judge.gradient_bounds import compare_gradients
 from attnconform.conformance.judge.hygiene import mutation_findings
 from attnconform.conformance.judge.membership import HEAD_ROTATION, LEAST_WEIGHT, expected_weights
 from attnconform.conformance.judge.trial import ObservedGradients, Trial, same_bits, with_values
-from attnconform.conformance.judge.values import SEEDS, Comparison, judge_comparisons
+from attnconform.conformance.judge.values import SEEDS, judge_comparisons
 from attnconform.conformance.judge.verdict import Finding
 from attnconform.reference.coordinates import BoolArray, FloatArray, IntArray
-from attnconform.reference.steps import AttentionResult, Gradients
-
-
-def compare_gradients(
-    trial: Trial, values: Values, observed: ObservedGradients, oracle: Gradients, result: AttentionResult
-) -> list[Comparison]:
-    """dq, dk, dv and dsink with their bounds."""
-    numerics = trial.backend.capabilities.numerics_of(trial.case.structure.dtype)
-    dk, dv = oracle.in_pool(trial.problem.cache.num_slots)
-    want = {"dq": oracle.dq, "dk": dk, "dv": dv}
-    dsink = oracle.dsink
-    if dsink is not None and observed.dsink is not None:
-        want["dsink"] = dsink
-    bounds = {name: (np.zeros_like(array), np.zeros_like(array)) for name, array in want.items()}
-    dlse = trial.dlse(values)
-    for placed in placed_blocks(trial, values):
-        at = (placed.rows, placed.heads)
-        to_lse = None if dlse is None else dlse[at]
-        forward = forward_bounds(placed.block, numerics)
-        found = backward_bounds(placed.block, values.dout[at], numerics, forward, to_lse)
-        for i, form in enumerate(("worst", "prob")):
-            bounds["dq"][i][at] = getattr(found, f"dq_{form}")
-            # a slot may hold two positions, or serve two requests: its errors add up
-            np.add.at(bounds["dk"][i][:, placed.kv_head], placed.slots, getattr(found, f"dk_{form}"))
-            np.add.at(bounds["dv"][i][:, placed.kv_head], placed.slots, getattr(found, f"dv_{form}"))
-            if "dsink" in bounds:
-                np.add.at(bounds["dsink"][i], placed.heads, getattr(found, f"dsink_{form}"))
-    return [Comparison(name, getattr(observed, name), want[name], *bounds[name]) for name in want]
 
 
 @checks(
     "GRAD-FORMULA", "GRAD-SET", "GRAD-SUM", "GRAD-SOFTCAP", "GRAD-SINK", "GRAD-LSE", "GRAD-ZERO", "EMPTY-GRAD",
+    "GRAD-RULE", "GRAD-EPILOGUE", "DROPOUT-BACKWARD", "ROPE-GRAD", "QUANT-GRAD", "BOUND-RULE",
     "DETERMINISM-RUN", "COORD-STRIDE", "BLOCK-TRANSPOSE", "SAFE-INPUTS", "BOUND-GRAD", "SET-ALIAS", "SCORE-HEAD",
     "GQA-MAP",
 )  # fmt: skip
@@ -56,6 +27,11 @@ def check_gradients(trial: Trial) -> list[Finding]:
     if oracle.dsink is not None and observed.dsink is None:
         message = "backward returned no dsink, though the problem has sink logits"
         findings.append(Finding(state="FAIL_gradient", clauses=("GRAD-SINK",), message=message))
+    shapes = [g.shape for g in oracle.dscore]
+    got_shapes = [g.shape for g in observed.dscore or ()]
+    if trial.backend.capabilities.score_gradients and got_shapes != shapes:
+        message = f"dscore has shapes {got_shapes}, but the score rules' parameters have {shapes}"
+        findings.append(Finding(state="FAIL_gradient", clauses=("GRAD-RULE",), message=message))
     findings += zero_findings(trial, observed)
     compared = compare_gradients(trial, trial.values, observed, oracle, trial.oracle)
     return [*findings, *judge_comparisons(trial, compared, exceeds_under_other_seeds, "FAIL_gradient")]
@@ -124,7 +100,8 @@ def edge_findings(trial: Trial, rows: IntArray) -> list[Finding]:
     values = with_values(
         trial.values, q=np.zeros_like(trial.values.q), dout=dout, dlse=np.zeros_like(trial.values.dlse)
     )
-    dv = trial.run_backward(values, trial.run(values, unowned=0.0)).dv
+    view = trial.without_epilogue
+    dv = trial.run_backward(values, trial.run(values, unowned=0.0, view=view), view).dv
     expected = expected_edges(trial, values)
     findings = []
     for (row, head), column in columns.items():

@@ -1,10 +1,16 @@
 """Step 1: everything is written, nothing else is, and the same call gives the same bits."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from attnconform.conformance.clauses import checks
-from attnconform.conformance.judge.trial import SECOND_POISON, Observed, Trial, same_bits
-from attnconform.conformance.judge.verdict import Finding
+from attnconform.conformance.judge.dense_watch import watch_for_dense
+from attnconform.conformance.judge.trial import HUGE, SECOND_POISON, Observed, Trial, same_bits
+from attnconform.conformance.judge.verdict import Finding, State
+
+NATIVE = "native"  # the path that a backend names where it names no other
+REPEATS = 5  # of a call whose second run differed
 
 
 @checks("SAFE-WRITE", "COORD-ROW")
@@ -49,12 +55,24 @@ def mutation_findings(names: tuple[str, ...], call: str) -> list[Finding]:
 @checks("SAFE-PATH")
 def check_path(trial: Trial) -> list[Finding]:
     """A fallback that the backend did not declare for this case is a failure, whatever its numbers."""
-    if not trial.base.path.startswith("fallback"):
-        return []
+    path = next((o.path for o in (trial.base, trial.second) if o.path.startswith("fallback")), trial.base.path)
+    if not path.startswith("fallback"):
+        return denied_fallback(trial)
     if declares_fallback(trial):
-        message = f"ran on {trial.base.path!r}, as declared"
+        message = f"ran on {path!r}, as declared"
         return [Finding(state="FALLBACK_DECLARED", clauses=("SAFE-PATH",), message=message)]
-    message = f"ran on {trial.base.path!r}, which it does not declare for these axes"
+    message = f"ran on {path!r}, which it does not declare for these axes"
+    return [Finding(state="FALLBACK_UNDECLARED", clauses=("SAFE-PATH",), message=message)]
+
+
+def denied_fallback(trial: Trial) -> list[Finding]:
+    """A dense path under the name of the native one, where candidates leave few edges and torch computed them all."""
+    if trial.base.path != NATIVE or trial.problem.candidates is None or declares_fallback(trial):
+        return []
+    dense = watch_for_dense(trial)
+    if dense is None:
+        return []
+    message = f"reports {NATIVE!r}, but {dense}: every pair of query and key, where candidates leave few"
     return [Finding(state="FALLBACK_UNDECLARED", clauses=("SAFE-PATH",), message=message)]
 
 
@@ -66,19 +84,64 @@ def declares_fallback(trial: Trial) -> bool:
 
 @checks("DETERMINISM-RUN", "MASK-INTERFERE", "SAFE-WRITE")
 def check_repeat(trial: Trial) -> list[Finding]:
-    """The second run gives the first run's bits, whatever lies in slots that nobody owns."""
+    """The second run gives the first run's bits, whatever lies in slots that nobody owns.
+
+    Where it does not, five repeats of the first call tell what decides: the calls themselves, or what they were given.
+    """
     if trial.backend.capabilities.determinism == "none" or same_outputs(trial.base, trial.second):
         return []
-    again = trial.run(trial.values)
-    if same_outputs(trial.base, again):
-        held = trial.run(trial.values, poison=SECOND_POISON)
-        if not same_outputs(trial.base, held):
-            message = f"out changes with what it held before: {first_difference(trial.base, held)}"
-            return [Finding(state="FAIL_unwritten", clauses=("SAFE-WRITE",), message=message)]
-        message = f"out changes with bytes that no request owns: {first_difference(trial.base, trial.second)}"
-        return [Finding(state="FAIL_interference", clauses=("MASK-INTERFERE", "MASK-TAIL"), message=message)]
-    message = f"the same call gives other bits: {first_difference(trial.base, again)}"
-    return [Finding(state="FAIL_determinism", clauses=("DETERMINISM-RUN",), message=message)]
+    unstable = classify_repeats(trial)
+    if unstable is not None:
+        return [unstable]
+    # the call repeats bit for bit, so what it was given decides: what the outputs held, or what nobody owns
+    held = trial.run(trial.values, poison=SECOND_POISON)
+    if not same_outputs(trial.base, held):
+        message = f"out changes with what it held before: {first_difference(trial.base, held)}"
+        return [Finding(state="FAIL_unwritten", clauses=("SAFE-WRITE",), message=message)]
+    message = f"out changes with bytes that no request owns: {first_difference(trial.base, trial.second)}"
+    return [Finding(state="FAIL_interference", clauses=("MASK-INTERFERE", "MASK-TAIL"), message=message)]
+
+
+def classify_repeats(trial: Trial) -> Finding | None:
+    """How five repeats of the first call differ from it and from one another; None where none does."""
+    repeats = [trial.run(trial.values) for _ in range(REPEATS)]
+    kinds = group_by_bits([trial.base, *repeats])
+    if len(kinds) == 1:
+        # a race that the repeats missed shows where the second call does not give its own bits again
+        again = trial.run(trial.values, unowned=HUGE, poison=SECOND_POISON)
+        if same_outputs(trial.second, again):
+            return None
+        where = first_difference(trial.second, again)
+        return unrepeatable("FAIL_race", f"differs from run to run, rarely: {REPEATS} repeats agree, but {where}")
+    if len(group_by_bits(repeats[1:])) == 1:  # each of these ran after itself, the first one after the second call
+        trial.run(trial.with_seed(trial.case.seed + (1 << 40)))
+        after_other = trial.run(trial.values)
+        if not same_outputs(repeats[-1], after_other):
+            where = first_difference(repeats[-1], after_other)
+            return unrepeatable(
+                "FAIL_determinism", f"differs with what ran before it: after itself, after others {where}"
+            )
+        if same_outputs(repeats[0], repeats[-1]):
+            where = first_difference(trial.base, repeats[0])
+            return unrepeatable("FAIL_determinism", f"differs by the first call only (warm-up or stale state): {where}")
+    odd = next(observed for observed in repeats if not same_outputs(observed, repeats[-1]))
+    answers = f"{len(kinds)} answers in {REPEATS + 1} calls"
+    where = first_difference(repeats[-1], odd)
+    return unrepeatable("FAIL_race", f"differs from run to run, {answers}: {where}")
+
+
+def unrepeatable(state: State, message: str) -> Finding:
+    """A finding about a call that does not repeat."""
+    return Finding(state=state, clauses=("DETERMINISM-RUN",), message=f"the same call {message}")
+
+
+def group_by_bits(runs: Sequence[Observed]) -> list[Observed]:
+    """One run of each answer, in order of appearance."""
+    kinds: list[Observed] = []
+    for observed in runs:
+        if not any(same_outputs(observed, kind) for kind in kinds):
+            kinds.append(observed)
+    return kinds
 
 
 def same_outputs(a: Observed, b: Observed) -> bool:

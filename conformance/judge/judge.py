@@ -9,10 +9,16 @@ import msgspec
 
 from attnconform.conformance.backend import Backend
 from attnconform.conformance.cases.structure import Case
+from attnconform.conformance.isolation import settled
+from attnconform.conformance.judge.edited_rules import check_edited_rule
+from attnconform.conformance.judge.epilogue import check_cast
 from attnconform.conformance.judge.gradients import check_gradient_edges, check_gradients
 from attnconform.conformance.judge.hygiene import check_bounds, check_inputs, check_path, check_repeat, check_written
 from attnconform.conformance.judge.interference import check_other_rows, check_unselected
+from attnconform.conformance.judge.lifecycle import LIFECYCLE_CHECKS
 from attnconform.conformance.judge.membership import check_membership
+from attnconform.conformance.judge.memory import check_memory
+from attnconform.conformance.judge.metamorphic import METAMORPHIC_CHECKS
 from attnconform.conformance.judge.refusal import check_refusal
 from attnconform.conformance.judge.structures import STRUCTURE_CHECKS
 from attnconform.conformance.judge.trial import BackendCrash, Trial
@@ -31,6 +37,11 @@ FORWARD_CHECKS: tuple[Check, ...] = (
     check_unselected,
     check_other_rows,
     check_values,
+    check_cast,
+    check_edited_rule,
+    check_memory,
+    *METAMORPHIC_CHECKS,
+    *LIFECYCLE_CHECKS,
 )
 # a backward case trusts the forward cases for what they cover, and checks only that its own forward is sound
 BACKWARD_CHECKS: tuple[Check, ...] = (check_written, check_path, check_values, check_gradients, check_gradient_edges)
@@ -56,15 +67,14 @@ def undeclared(case: Case, backend: Backend) -> Undeclared | None:
         return Undeclared("builds no structures of its own")
     if case.operation == "backward" and not declared.has_backward:
         return Undeclared("no backward")
+    quantized = case.structure.k_quant is not None or case.structure.v_quant is not None
+    if case.operation == "backward" and quantized and not declared.quantized_backward:
+        return Undeclared("no backward over quantized caches")
     if case.structure.page_owner is not None and not declared.checks_owner:
         return Undeclared("does not check page owners")
     for axis, value in case.axes.items():
-        domain = declared.supported.get(axis)
-        if domain is None or domain.holds(value):
-            continue
-        if axis in declared.fallback and declared.fallback[axis].holds(value):
-            continue
-        return Undeclared(f"{axis} = {value} is not declared")
+        if not declared.declares(axis, value):
+            return Undeclared(f"{axis} = {value} is not declared")
     return None
 
 
@@ -79,18 +89,20 @@ def judge_case(case: Case, backend: Backend, checks: Sequence[Check] | None = No
     state = worst_state(findings)
     if state == "PASS" and case.operation == "refusal":
         state = "REFUSED_OK"
-    return CaseResult(
-        case_id=case.id,
-        state=state,
-        clauses=case.clauses,
-        findings=tuple(findings),
-        path=trial.__dict__["base"].path if "base" in trial.__dict__ else "",
-        usage=trial.usage,
-        usage_probable=trial.usage_probable,
-        unresolved=trial.unresolved,
-        void=trial.void,
-        seconds=time.perf_counter() - started,
-        calls=trial.calls,
+    return settled(
+        CaseResult(
+            case_id=case.id,
+            state=state,
+            clauses=case.clauses,
+            findings=tuple(findings),
+            path=trial.__dict__["base"].path if "base" in trial.__dict__ else "",
+            usage=trial.usage,
+            usage_probable=trial.usage_probable,
+            unresolved=trial.unresolved,
+            void=trial.void,
+            seconds=time.perf_counter() - started,
+            calls=trial.calls,
+        )
     )
 
 

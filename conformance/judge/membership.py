@@ -14,6 +14,7 @@ from attnconform.conformance.judge.diagnosis import name_extra, name_missing
 from attnconform.conformance.judge.trial import Trial, with_values
 from attnconform.conformance.judge.verdict import Finding
 from attnconform.reference.coordinates import BoolArray, FloatArray, IntArray
+from attnconform.reference.problem import AttentionProblem
 from attnconform.reference.steps import Steps
 
 HEAD_ROTATION = 5  # one-hot columns differ by KV head, so that a wrong head shows as wrong slots
@@ -36,7 +37,8 @@ class SlotWeights:
     "COORD-LOGICAL", "COORD-WIDE", "COORD-STRIDE", "COORD-ROW", "MASK-BEFORE-MAX", "MASK-CAUSAL", "MASK-OFFSET",
     "MASK-WINDOW", "MASK-PREFIX", "MASK-DOCUMENT", "MASK-COMPOSE", "MASK-TAIL", "BLOCK-EXPAND", "BLOCK-MEMBER",
     "BLOCK-BIND", "BLOCK-COMPLETE", "BLOCK-EXCLUSIVE", "BLOCK-FULL", "BLOCK-DECODE", "GQA-MAP", "GQA-LISTS",
-    "MERGE-DISJOINT", "MERGE-SPLIT", "MERGE-EMPTY",
+    "MERGE-DISJOINT", "MERGE-SPLIT", "MERGE-EMPTY", "COORD-HEAD-PAGE", "MASK-HEAD-WINDOW", "RULE-CUSTOM",
+    "DROPOUT-COUNTER", "DROPOUT-NUMERATOR",
 )  # fmt: skip
 def check_membership(trial: Trial) -> list[Finding]:
     """Names every missing, extra and repeated position, with its row, head, page and slot."""
@@ -74,17 +76,21 @@ def probe(trial: Trial) -> SlotWeights:
 
 
 def expected_weights(trial: Trial) -> tuple[FloatArray, IntArray]:
-    """exp(score) summed over the edges of each slot, with q = 0; and the number of those edges."""
+    """exp(score) summed over the edges of each slot, with q = 0; and the number of those edges.
+
+    An edge that dropout drops is none: it stays in the denominator alone. [DROPOUT-NUMERATOR]
+    """
     problem, steps = trial.problem, Steps()
     shape = (problem.total_q, problem.num_qo_heads, problem.cache.num_slots)
     weights, edges = np.zeros(shape), np.zeros(shape, dtype=np.int64)
     for where in problem.rows():
         for h in range(problem.num_qo_heads):
             positions = steps.effective(problem, where, h)
-            slots = steps.slots(problem, where, positions).values
+            slots = steps.head_slots(problem, steps.slots(problem, where, positions), steps.kv_head(problem, h))
             scores, _ = steps.scores(problem, where, h, positions, np.zeros(len(positions)))
-            np.add.at(weights[where.row, h], slots, np.exp(scores))
-            np.add.at(edges[where.row, h], slots, 1)
+            kept = steps.dropout_weights(problem, where, h, positions)
+            np.add.at(weights[where.row, h], slots, kept * np.exp(scores))
+            np.add.at(edges[where.row, h], slots, kept > 0)
     return weights, edges
 
 
@@ -95,12 +101,22 @@ def observed_outputs(trial: Trial) -> FloatArray:
     observed = np.zeros((problem.total_q, problem.num_qo_heads, num_slots))
     for start in range(0, num_slots, dim):
         slots = np.arange(start, min(start + dim, num_slots))
-        seen = trial.run(one_hot_values(trial.values, slots), unowned=0.0)
+        seen = trial.run(one_hot_values(trial.values, slots), unowned=0.0, view=trial.without_epilogue)
         total = 1.0 if seen.lse is None else np.exp(seen.lse)[..., None]
         for h in range(problem.num_qo_heads):
             columns = column_of(slots, h // problem.group_size, dim)
-            observed[:, h, slots] = (seen.out * total)[:, h, columns]
+            scales = value_scales(trial.problem, slots, h // problem.group_size, columns)
+            observed[:, h, slots] = (seen.out * total)[:, h, columns] / scales
     return observed
+
+
+def value_scales(problem: AttentionProblem, slots: IntArray, kv_head: int, columns: IntArray) -> FloatArray:
+    """What a code of 1 in each slot's column is worth, (n,)."""
+    if problem.v_quant is None:
+        return np.ones(len(slots))
+    scales = problem.v_quant.scales_at(slots, kv_head, page_size=problem.cache.page_size)
+    full = np.broadcast_to(scales, (len(slots), problem.head_dim_vo))
+    return full[np.arange(len(slots)), columns]
 
 
 def one_hot_values(values: Values, slots: IntArray) -> Values:
@@ -153,7 +169,8 @@ def describe(trial: Trial, row: int, head: int, slot: int, kind: str) -> tuple[s
     """A wrong edge in words, and the clauses that would explain it."""
     where = next(w for w in trial.problem.rows() if w.row == row)
     page, offset = divmod(slot, trial.problem.cache.page_size)
-    positions = np.flatnonzero(trial.view.slots(where.request).cpu().numpy() == slot)
+    kv_head = head // trial.problem.group_size
+    positions = np.flatnonzero(trial.view.slots(where.request, kv_head).cpu().numpy() == slot)
     position = "none of its request" if not len(positions) else str(int(positions[0]))
     text = (
         f"row {row} (request {where.request}, q_idx {where.q_idx}) head {head}: position {position}, "

@@ -9,7 +9,8 @@ from attnconform.reference.coordinates import FloatArray
 
 @checks(
     "SAFE-REFUSE", "SAFE-SHAPE", "SAFE-FINITE", "SAFE-OWNER", "SET-RANGE", "SET-FORM", "COORD-PAGE-RANGE", "GQA-MAP",
-    "EMPTY-POLICY", "MASK-WINDOW",
+    "EMPTY-POLICY", "MASK-WINDOW", "SET-SEQUENCE", "COORD-HEAD-PAGE", "SCORE-RELATIVE", "RULE-NAME", "RULE-PURE",
+    "QUANT-SCALE", "QUANT-GRANULARITY", "DROPOUT-RATE", "ROPE-ENCODED", "ROPE-PAIRS", "MERGE-EPILOGUE",
 )  # fmt: skip
 def check_refusal(trial: Trial) -> list[Finding]:
     """The typed error comes, the outputs are untouched, and the message is one line that names the clause's matter."""

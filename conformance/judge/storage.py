@@ -2,14 +2,18 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from attnconform.conformance.backend import Tensors
 from attnconform.conformance.cases.structure import Structure
-from attnconform.reference.coordinates import FloatArray
+from attnconform.reference.coordinates import BoolArray, FloatArray
 from attnconform.reference.problem import AttentionProblem
+from attnconform.reference.quantization import LARGEST, QuantFormat, Quantization
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CODE_DTYPES = {"int8": torch.int8, "float8_e4m3": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
+NO_NUMBER_CODE = 113  # stands for NaN and for huge numbers where a format has neither
 GUARD_ELEMENTS = 256
 GUARD_VALUE = 7.25  # exact in every storage dtype
 SPARE_DIM = 8  # elements between neighbouring rows of an interleaved pool
@@ -49,15 +53,17 @@ def store_cache(
     order = (structure.num_pages, structure.page_size, heads)
     if structure.layout == "HND":
         order = (structure.num_pages, heads, structure.page_size)
-    dtype = TORCH_DTYPES[structure.dtype]
     shape = (*order[:2], 2, order[2], dim)
-    pool = wide_pool(shape, structure.page_stride, dtype, device)
+    pools: dict[torch.dtype, torch.Tensor] = {}
     stored = []
-    for i, by_slot in enumerate((k, v)):
-        tensor = torch.from_numpy(by_slot).to(dtype).view(structure.num_pages, structure.page_size, heads, -1)
+    for i, (by_slot, quant) in enumerate(((k, structure.k_quant), (v, structure.v_quant))):
+        flat = as_stored(by_slot, structure.dtype, None if quant is None else quant.format)
+        tensor = flat.view(structure.num_pages, structure.page_size, heads, -1)
         paged = (tensor if structure.layout == "NHD" else tensor.transpose(1, 2)).to(device)
         if structure.interleaved or structure.page_stride is not None:
-            view = pool[:, :, i, :, : paged.shape[-1]]
+            if flat.dtype not in pools:
+                pools[flat.dtype] = wide_pool(shape, structure.page_stride, flat.dtype, device)
+            view = pools[flat.dtype][:, :, i, :, : paged.shape[-1]]
             view.copy_(paged)
             stored.append(view)
         else:
@@ -65,17 +71,42 @@ def store_cache(
     return stored[0], stored[1]
 
 
+def as_stored(numbers: FloatArray, dtype: str, code_format: QuantFormat | None) -> torch.Tensor:
+    """Numbers in a cache's dtype, or codes; what a code cannot say becomes a large one."""
+    if code_format is None:
+        return torch.from_numpy(numbers).to(TORCH_DTYPES[dtype])
+    largest = LARGEST[code_format]
+    if code_format == "int8":
+        numbers = np.where(np.isfinite(numbers) & (np.abs(numbers) <= largest + 1), numbers, NO_NUMBER_CODE)
+    return torch.from_numpy(np.clip(numbers, -largest - (code_format == "int8"), largest)).to(CODE_DTYPES[code_format])
+
+
+def store_scales(
+    quantization: Quantization | None, owned: BoolArray, page_size: int, fill: float, device: str
+) -> torch.Tensor | None:
+    """A cache's scales in float32; those of pages and slots that nobody owns hold `fill`. [MASK-INTERFERE]"""
+    if quantization is None:
+        return None
+    scale = quantization.scale.copy()
+    if quantization.granularity == "token":
+        scale[~owned] = fill
+    if quantization.granularity == "page":
+        scale[~owned.reshape(-1, page_size, owned.shape[1]).any(axis=1)] = fill
+    return torch.from_numpy(scale).to(torch.float32).to(device)
+
+
 def wide_pool(shape: tuple[int, ...], page_stride: int | None, dtype: torch.dtype, device: str) -> torch.Tensor:
     """A pool of NaN; its pages `page_stride` elements apart where that is given. [COORD-WIDE]
 
     Memory between pages is never touched, so on a CPU it is never there.
     """
+    nan = float("nan") if dtype.is_floating_point else NO_NUMBER_CODE
     if page_stride is None:
-        return torch.full(shape, float("nan"), dtype=dtype, device=device)
+        return torch.full(shape, nan, dtype=dtype, device=device)
     inner = torch.Size(shape[1:]).numel()
     storage = torch.empty((shape[0] - 1) * page_stride + inner, dtype=dtype, device=device)
     strides = torch.empty(shape[1:], device="meta").stride()
-    return storage.as_strided(shape, (page_stride, *strides)).fill_(float("nan"))
+    return storage.as_strided(shape, (page_stride, *strides)).fill_(nan)
 
 
 def store_inputs(
@@ -85,7 +116,9 @@ def store_inputs(
     k: FloatArray,
     v: FloatArray,
     *,
+    owned: BoolArray | None = None,  # (num_slots, num_kv_heads); None: every slot
     device: str,
+    unowned: float = float("nan"),
     poison: float,
 ) -> tuple[Tensors, tuple[Guarded, Guarded]]:
     """The tensors of one call, and the guards of its two outputs."""
@@ -95,4 +128,10 @@ def store_inputs(
     lse = guarded((rows, heads), torch.float32, device, poison)
     k_cache, v_cache = store_cache(k, v, structure, device)
     q_stored = torch.from_numpy(q).to(dtype).to(device)
-    return Tensors(q_stored, k_cache, v_cache, out.view, lse.view), (out, lse)
+    if owned is None:
+        owned = np.ones((problem.cache.num_slots, problem.num_kv_heads), dtype=bool)
+    k_scale, v_scale = (
+        store_scales(quant, owned, problem.cache.page_size, unowned, device)
+        for quant in (problem.k_quant, problem.v_quant)
+    )
+    return Tensors(q_stored, k_cache, v_cache, out.view, lse.view, k_scale, v_scale), (out, lse)

@@ -14,7 +14,15 @@ from attnconform.conformance.judge.block_structures import (
     check_interval_masks,
     check_transpose,
 )
+from attnconform.conformance.judge.canonical_structures import (
+    check_branches,
+    check_canonical_rows,
+    check_gates,
+    check_group_merges,
+    check_validation,
+)
 from attnconform.conformance.judge.cost_structures import check_costs
+from attnconform.conformance.judge.fallback_structures import check_fallbacks
 from attnconform.conformance.judge.list_structures import (
     check_block_tables,
     check_canonical,
@@ -24,6 +32,14 @@ from attnconform.conformance.judge.list_structures import (
     check_tasks,
     check_tiers,
 )
+from attnconform.conformance.judge.plan_structures import (
+    check_capacities,
+    check_counts,
+    check_keys,
+    check_replanning,
+    check_storage,
+)
+from attnconform.conformance.judge.pool_structures import check_page_pool
 from attnconform.conformance.judge.reuse_structures import (
     check_admission,
     check_crops,
@@ -36,6 +52,12 @@ from attnconform.conformance.judge.verdict import Finding
 
 STRUCTURE_CHECKS: tuple[Callable[[Trial], list[Finding]], ...] = (
     check_canonical,
+    check_canonical_rows,
+    check_validation,
+    check_branches,
+    check_gates,
+    check_group_merges,
+    check_page_pool,
     check_expansion,
     check_list_forms,
     check_block_tables,
@@ -54,5 +76,11 @@ STRUCTURE_CHECKS: tuple[Callable[[Trial], list[Finding]], ...] = (
     check_tasks,
     check_late_tasks,
     check_tiers,
+    check_keys,
+    check_counts,
+    check_capacities,
+    check_replanning,
+    check_storage,
+    check_fallbacks,
     check_costs,
 )

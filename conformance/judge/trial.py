@@ -24,6 +24,7 @@ R = TypeVar("R")
 LN_2 = float(np.log(2.0))
 NAN = float("nan")
 SECOND_POISON = -1536.0  # exact in every storage dtype, and no plausible output
+INPUTS = ("q", "k_cache", "v_cache", "k_scale", "v_scale")
 HUGE = 1.0e4  # finite, and so large that any influence shows
 
 
@@ -63,6 +64,7 @@ class ObservedGradients:
     dk: FloatArray  # (num_slots, num_kv_heads, head_dim_qk)
     dv: FloatArray
     dsink: FloatArray | None
+    dscore: tuple[FloatArray, ...] | None
     mutated: tuple[str, ...]
     raw: Backward = field(repr=False)
 
@@ -104,10 +106,11 @@ class Trial:
 
     @cached_property
     def owned(self) -> BoolArray:
-        """(num_slots,) True where some request's committed token lies."""
-        owned = np.zeros(self.problem.cache.num_slots, dtype=bool)
+        """(num_slots, num_kv_heads) True where some request's committed token lies."""
+        owned = np.zeros((self.problem.cache.num_slots, self.problem.num_kv_heads), dtype=bool)
         for n in range(self.problem.batch_size):
-            owned[self.view.slots(n).cpu().numpy()] = True
+            for head in range(self.problem.num_kv_heads):
+                owned[self.view.slots(n, head).cpu().numpy(), head] = True
         return owned
 
     @cached_property
@@ -150,16 +153,31 @@ class Trial:
                 self.rewritten.add(name)
                 array[...] = before[name]
 
-    def run(self, values: Values, *, unowned: float = NAN, poison: float = NAN) -> Observed:
+    @cached_property
+    def without_epilogue(self) -> ProblemView:
+        """The same problem with nothing done to complete rows, so that an output is a sum of values."""
+        return replace(self.view, spec=replace(self.problem, epilogue=())) if self.problem.epilogue else self.view
+
+    def run(
+        self, values: Values, *, unowned: float = NAN, poison: float = NAN, view: ProblemView | None = None
+    ) -> Observed:
         """One forward call; slots that nobody owns hold `unowned`."""
         k, v = values.k.copy(), values.v.copy()
         k[~self.owned], v[~self.owned] = unowned, unowned
         structure = self.case.structure
         tensors, guards = store_inputs(
-            structure, self.problem, values.q, k, v, device=self.backend.device, poison=poison
+            structure,
+            self.problem,
+            values.q,
+            k,
+            v,
+            owned=self.owned,
+            device=self.backend.device,
+            unowned=unowned,
+            poison=poison,
         )
         before = snapshot(tensors)
-        forward = self.call(self.backend.forward, self.view, tensors)
+        forward = self.call(self.backend.forward, view or self.view, tensors)
         lse = forward.lse
         base = LN_2 if self.backend.capabilities.lse_base == "2" else 1.0
         return Observed(
@@ -174,9 +192,11 @@ class Trial:
             tensors=tensors,
         )
 
-    def run_backward(self, values: Values, observed: Observed | None = None) -> ObservedGradients:
+    def run_backward(
+        self, values: Values, observed: Observed | None = None, view: ProblemView | None = None
+    ) -> ObservedGradients:
         """One backward call, after a forward call with the same numbers."""
-        observed = observed or self.run(values)
+        observed = observed or self.run(values, view=view)
         dtype, device = observed.tensors.q.dtype, self.backend.device
         dout = torch.from_numpy(values.dout).to(dtype).to(device)
         if self.case.structure.interleaved:  # the same numbers with heads outermost in memory [COORD-STRIDE]
@@ -184,12 +204,13 @@ class Trial:
         dlse = self.dlse(values)
         to_lse = None if dlse is None else torch.from_numpy(dlse).to(torch.float32).to(device)
         before, dout_before = snapshot(observed.tensors), dout.clone()
-        raw = self.call(self.backend.backward, self.view, observed.tensors, observed.forward, dout, to_lse)
+        raw = self.call(self.backend.backward, view or self.view, observed.tensors, observed.forward, dout, to_lse)
         return ObservedGradients(
             dq=as_float64(raw.dq),
             dk=as_float64(self.view.by_slot(raw.dk)),
             dv=as_float64(self.view.by_slot(raw.dv)),
             dsink=None if raw.dsink is None else as_float64(raw.dsink),
+            dscore=None if raw.dscore is None else tuple(as_float64(x) for x in raw.dscore),
             mutated=(
                 *changed_inputs(observed.tensors, before),
                 *(() if same_bits(dout, dout_before) else ("dout",)),
@@ -229,7 +250,7 @@ def as_float64(tensor: torch.Tensor) -> FloatArray:
 
 def snapshot(tensors: Tensors) -> dict[str, torch.Tensor]:
     """Copies of the inputs."""
-    return {name: getattr(tensors, name).clone() for name in ("q", "k_cache", "v_cache")}
+    return {name: getattr(tensors, name).clone() for name in INPUTS if getattr(tensors, name) is not None}
 
 
 def changed_inputs(tensors: Tensors, before: dict[str, torch.Tensor]) -> tuple[str, ...]:
@@ -239,4 +260,6 @@ def changed_inputs(tensors: Tensors, before: dict[str, torch.Tensor]) -> tuple[s
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal numbers, NaN where NaN, -0 apart from 0."""
+    if a.dtype.itemsize == 1:  # codes: torch compares no float8
+        return bool(torch.equal(a.view(torch.uint8), b.view(torch.uint8)))
     return bool(torch.equal(torch.signbit(a), torch.signbit(b))) and bool(torch.allclose(a, b, 0, 0, equal_nan=True))

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attnconform.conformance.bounds.forward import forward_bounds
+from attnconform.conformance.bounds.forward import forward_bounds, oracle_error
 from attnconform.conformance.cases.values import Values
 from attnconform.conformance.clauses import checks
 from attnconform.conformance.judge.blocks import placed_blocks
+from attnconform.conformance.judge.epilogue import through_epilogue
 from attnconform.conformance.judge.trial import Observed, Trial
 from attnconform.conformance.judge.verdict import Finding, State
 from attnconform.reference.coordinates import FloatArray
@@ -73,8 +74,14 @@ def compare_forward(trial: Trial, values: Values, observed: Observed, oracle: At
     for placed in placed_blocks(trial, values):
         bounds = forward_bounds(placed.block, numerics)
         at = (placed.rows, placed.heads)
-        out_worst[at], out_probable[at] = bounds.out_worst, bounds.out_prob
-        lse_worst[at], lse_probable[at] = bounds.lse_worst, bounds.lse_prob
+        own_out, own_lse = oracle_error(bounds)
+        out_worst[at], out_probable[at] = bounds.out_worst + own_out, bounds.out_prob + own_out
+        lse_worst[at], lse_probable[at] = bounds.lse_worst + own_lse, bounds.lse_prob + own_lse
+    if trial.problem.epilogue:
+        dtype = trial.case.structure.dtype
+        out_worst, out_probable = (
+            through_epilogue(trial.problem, oracle.before_epilogue, bound, dtype) for bound in (out_worst, out_probable)
+        )
     compared = [Comparison("out", observed.out, oracle.out, out_worst, out_probable)]
     if observed.lse is not None:
         compared.append(Comparison("lse", observed.lse, oracle.lse, lse_worst, lse_probable))
@@ -86,7 +93,9 @@ def compare_forward(trial: Trial, values: Values, observed: Observed, oracle: At
     "EMPTY-NEIGHBOUR", "EMPTY-POLICY", "LSE-NATURAL", "LSE-SINK", "MERGE-STATE", "MERGE-DISJOINT", "MERGE-EMPTY",
     "MERGE-SPLIT", "MERGE-OUTPUTS", "MASK-BEFORE-MAX", "MASK-NO-BIAS", "MASK-INTERFERE", "MASK-TAIL", "GQA-MAP",
     "COORD-LOGICAL", "COORD-RENUMBER", "COORD-STRIDE", "COORD-ROW", "BOUND-OUT", "BOUND-LSE", "BOUND-PROBABILISTIC",
-    "BOUND-VOID",
+    "BOUND-VOID", "QUANT-VALUE", "QUANT-GRANULARITY", "QUANT-APART", "DROPOUT-NUMERATOR", "DROPOUT-COUNTER",
+    "ROPE-POSITION", "ROPE-PAIRS", "SET-SEQUENCE", "SCORE-RELATIVE", "RULE-CUSTOM", "MERGE-EPILOGUE", "COORD-HEAD-PAGE",
+    "MASK-HEAD-WINDOW",
 )  # fmt: skip
 def check_values(trial: Trial) -> list[Finding]:
     """Each element of out and lse within its bound; a row that sees no key exactly 0 and -inf."""
@@ -138,13 +147,16 @@ def exceeds_under_other_seeds(trial: Trial, name: str) -> int:
     return times
 
 
+# what a case has beside plain attention explains a wrong number first
+FEATURES = ("QUANT", "DROPOUT", "ROPE", "SET-SEQUENCE", "COORD-HEAD-PAGE", "MERGE-EPILOGUE", "RULE", "SCORE-RELATIVE")
 VALUE_AREAS = {
-    "out": ("EMPTY", "SCORE", "MERGE", "LSE-SINK", "GQA", "COORD", "MASK"),
-    "lse": ("LSE", "EMPTY", "SCORE", "MERGE", "MASK", "SET"),
+    "out": (*FEATURES, "EMPTY", "SCORE", "MERGE", "LSE-SINK", "GQA", "COORD", "MASK"),
+    "lse": (*FEATURES, "LSE", "EMPTY", "SCORE", "MERGE", "MASK", "SET"),
 }
 
 
 def value_clauses(trial: Trial, name: str) -> tuple[str, ...]:
     """Clauses of the case that a wrong number of this output would break, likeliest area first."""
-    areas = VALUE_AREAS.get(name, ("GRAD", "EMPTY-GRAD", "SCORE", "GQA", "BLOCK-TRANSPOSE"))
+    gradients = (*FEATURES, "GRAD", "EMPTY-GRAD", "SCORE", "GQA", "BLOCK-TRANSPOSE")
+    areas = ("GRAD-RULE",) if name.startswith("dscore") else VALUE_AREAS.get(name, gradients)
     return tuple(c for area in areas for c in trial.case.clauses if c == area or c.startswith(f"{area}-"))

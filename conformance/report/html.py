@@ -9,8 +9,10 @@ from jinja2 import Environment
 
 from attnconform.conformance.clauses import CLAUSES
 from attnconform.conformance.judge.verdict import NOT_RUN
-from attnconform.conformance.report.text import repro_command
-from attnconform.conformance.results import Run, verdict_of
+from attnconform.conformance.report.text import repro_command, state_text
+from attnconform.conformance.results import Run, standing, verdict_of
+
+CLASSES = {"conforming": "good", "failing": "bad", "expected": "due", "unsupported": "off"}  # of the page's style sheet
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,11 @@ def write_html(run: Run, path: Path) -> None:
         verdict=verdict_of(run.results),
         clauses=clause_rows(run),
         usage=largest_usage(run),
-        lines=sorted(run.lines, key=lambda line: (line.result.is_conforming, line.result.state, line.case.id)),
+        expected=[result for result in run.results if result.is_expected_failure],
+        lines=sorted(run.lines, key=lambda line: (not line.result.is_failing, line.result.state, line.case.id)),
+        standing=standing,
+        classes=CLASSES,
+        state_text=state_text,
         repro=repro_command,
     )
     path.write_text(text, encoding="utf-8")

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from attnconform.conformance.cases.structure import Case, Dtype
 from attnconform.conformance.judge.verdict import NOT_RUN, CaseResult
-from attnconform.conformance.report.text import finding_text, repro_command
+from attnconform.conformance.report.text import expected_text, finding_text, repro_command, state_text
 from attnconform.conformance.results import Verdict
 
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16", "float16")
@@ -51,23 +51,35 @@ def cell(good: int, ran: int) -> str:
 
 
 def print_failures(console: Console, results: list[CaseResult], backend: str) -> None:
-    """The first failures in full, and how many more there are."""
-    failing = [r for r in results if r.state not in NOT_RUN and not r.is_conforming]
+    """The first failures in full, and how many more there are; what was expected to fail apart from them."""
+    failing = [r for r in results if r.is_failing]
     for result in failing[:MAX_FAILURES]:
-        console.print(f"[red]{result.state}[/] {result.case_id}", highlight=False)
+        console.print(f"[red]{state_text(result)}[/] {result.case_id}", highlight=False)
         for finding in result.findings[:3]:
             console.print(f"  {finding_text(finding)}", highlight=False, markup=False)
         console.print(f"  reproduce: {repro_command(result.case_id, backend)}", highlight=False, markup=False)
     if len(failing) > MAX_FAILURES:
         console.print(f"... and {len(failing) - MAX_FAILURES} more, in results.jsonl and report.html")
+    print_expected(console, [r for r in results if r.is_expected_failure])
+
+
+def print_expected(console: Console, results: list[CaseResult]) -> None:
+    """Expected failures, a line each."""
+    if results:
+        console.print(f"expected failures ({len(results)})")
+    for result in results[:MAX_FAILURES]:
+        console.print(f"  {expected_text(result)}", highlight=False, markup=False)
+    if len(results) > MAX_FAILURES:
+        console.print(f"  ... and {len(results) - MAX_FAILURES} more, in results.jsonl and report.html")
 
 
 def print_verdict(console: Console, verdict: Verdict, results: list[CaseResult], backend: str) -> None:
     """One line of verdict, with the declared share beside it, and one of counts."""
-    colour = {0: "green", 1: "red"}.get(verdict.exit_code, "yellow")
+    colour = {"CONFORMING": "green", "NOT CONFORMING": "red"}.get(verdict.words, "yellow")
     console.print(
         f"[bold {colour}]{backend}: {verdict.words}[/] on {verdict.ran} cases; "
-        f"declares {verdict.declared_share:.0%} of the matrix ({verdict.unsupported} cases unsupported)",
+        f"declares {verdict.declared_share:.0%} of the matrix ({verdict.unsupported} cases unsupported)"
+        + (f"; {verdict.expected} fail as expected" if verdict.expected else ""),
         highlight=False,
     )
     counts = Counter(result.state for result in results)

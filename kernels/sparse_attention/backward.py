@@ -4,14 +4,17 @@ For every edge (row i, key j) of the plan, with s0 = sm_scale * q.k and s the sc
     P = exp(s - lse)      delta = dout.out - dlse      dS0 = P * (dout.v - delta) * ds/ds0
     dQ = sm_scale * sum_j dS0 K      dK = sm_scale * sum_i dS0 Q      dV = sum_i P dout
     dsink = -sum_i exp(sink - lse) * delta
+Under dropout dout.v and the P of dV carry the edge's weight, 0 or 1 / (1 - rate), of the words the forward drew.
 The sums over i run over all rows and all heads of a group. lse counts as an output of its own: d lse / d s = P and
 d lse / d sink = exp(sink - lse), which is why dlse enters delta, with the sign opposite to dout.out.
 
 dQ goes with the queries over the forward's tasks. dK and dV are either added atomically on that way (`atomic`, no index
 to build, sums in any order) or gathered per slot over the transposed lists (`kv_centric`, bitwise repeatable); a hint
 that never changes the edges. All sums are float32; P and dS are rounded to the storage dtype before a product, as in
-the forward. A row without keys takes part in nothing, whatever its dout holds; a slot that no row selects gets
-exactly 0. No gradient reaches indices or masks. [GRAD-FORMULA, GRAD-SUM, GRAD-ZERO, GRAD-LSE, EMPTY-GRAD]
+the forward. What score rules hold (slopes, caps, biases) has gradients of its own, when asked for (`backward_scores`).
+A quantized cache has no gradient: rounding to codes has none. A row without keys takes part in nothing, whatever its
+dout holds; a slot that no row selects gets exactly 0. No gradient reaches indices or masks.
+[GRAD-FORMULA, GRAD-SUM, GRAD-ZERO, GRAD-LSE, GRAD-RULE, EMPTY-GRAD, QUANT-GRAD, DROPOUT-BACKWARD]
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from attnconform.kernels.sparse_attention.backward_edges import load_vectors
 from attnconform.kernels.sparse_attention.backward_keys import launch_key_gradients
 from attnconform.kernels.sparse_attention.backward_query import RowInputs, launch_query_gradients, padded_dim
+from attnconform.kernels.sparse_attention.backward_scores import compute_score_gradients
 from attnconform.kernels.sparse_attention.backward_transpose import TransposedPlan, transpose_plan
 from attnconform.kernels.sparse_attention.errors import PlanError
 from attnconform.kernels.sparse_attention.forward import run
@@ -46,6 +50,8 @@ class Gradients(NamedTuple):
     dk: Tensor  # as k_cache
     dv: Tensor  # as v_cache
     dsink: Tensor | None  # (num_qo_heads,) float32; None where the plan has no sink logits
+    # One per score rule, float32: (num_qo_heads,) slopes, () cap, (num_qo_heads, 2 D + 1) tables. None: not asked for.
+    dscore: tuple[Tensor, ...] | None = None
 
 
 @torch.no_grad()
@@ -64,12 +70,15 @@ def backward(
     dv: Tensor | None = None,  # as v_cache, likewise
     mode: Mode = "kv_centric",
     transposed: TransposedPlan | None = None,  # transpose_plan(plan), made here where it is needed and not given
+    score_gradients: bool = False,  # dscore too
 ) -> Gradients:
-    """Gradients of sum(dout * out) + sum(dlse * lse) by q, the caches and the sink logits. [GRAD-FORMULA]
+    """Gradients of sum(dout * out) + sum(dlse * lse) by q, the caches, the sink logits and the score rules' numbers.
 
     Every element of dq, dk and dv is written, whatever was in it. float32 buffers receive the sums unrounded.
-    Raises PlanError where a tensor is not what the plan was made for. [SAFE-SHAPE]
+    Raises PlanError where a tensor is not what the plan was made for, or a cache is quantized.
+    [GRAD-FORMULA, GRAD-RULE, QUANT-GRAD, SAFE-SHAPE]
     """
+    _refuse_quantized(plan)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format) if dq is None else dq
     dk = torch.empty_like(k_cache, memory_format=torch.contiguous_format) if dk is None else dk
     dv = torch.empty_like(v_cache, memory_format=torch.contiguous_format) if dv is None else dv
@@ -84,7 +93,16 @@ def backward(
     else:
         launch_query_gradients(plan, inputs, dq, None)
         launch_key_gradients(plan, transposed or transpose_plan(plan), inputs, dk.zero_(), dv.zero_())
-    return Gradients(dq, dk, dv, _compute_dsink(plan, lse, delta))
+    dscore = compute_score_gradients(plan, inputs) if score_gradients else None
+    return Gradients(dq, dk, dv, _compute_dsink(plan, lse, delta), dscore)
+
+
+def _refuse_quantized(plan: Plan) -> None:
+    """Refuses plans whose caches hold codes, which no gradient reaches. [QUANT-GRAD]"""
+    for name, quant in (("k_quant", plan.k_quant), ("v_quant", plan.v_quant)):
+        if quant is not None:
+            limit = "a cache that is to be differentiated must not be quantized"
+            raise PlanError("QUANT-GRAD", name, f"{quant.format} per {quant.granularity}", limit)
 
 
 def _add_key_gradients(plan: Plan, inputs: RowInputs, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
@@ -181,7 +199,9 @@ def sparse_attention(
     """`run` with gradients: out and lse, both differentiable by q, the caches and the sink logits. [GRAD-FORMULA]
 
     The backward uses this plan's lists, whatever selector or table made them has become since. [GRAD-SET]
+    Raises PlanError where a cache is quantized. [QUANT-GRAD]
     """
+    _refuse_quantized(plan)
     if sink_logits is not None:
         _check_sink_logits(plan, sink_logits)
     out, lse = _SparseAttention.apply(plan, q, k_cache, v_cache, sink_logits, mode, transposed)
@@ -221,7 +241,7 @@ class _SparseAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        dq, dk, dv, dsink = backward(
+        dq, dk, dv, dsink, _ = backward(
             ctx.plan, *ctx.saved_tensors, dout, dlse=dlse, mode=ctx.mode, transposed=ctx.transposed
         )
         if ctx.sink_dtype is None or dsink is None:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from attnconform.kernels.sparse_attention.numerics import LOG2_E, dot, narrow
-from attnconform.kernels.sparse_attention.rules import ALIBI, tanh
+from attnconform.kernels.sparse_attention.rules import ALIBI, RELATIVE_BIAS, load_biases, tanh
 
 
 @triton.jit
@@ -18,34 +18,62 @@ def differentiate_edges(
     admitted,  # [TILE_M, TILE_KV], not looked at where IS_FULL
     heads, is_row,  # [TILE_M] query heads
     distance,  # [TILE_M, TILE_KV] kv_idx - q_idx, only where there are score rules
-    score_params_ptr, sm_scale, num_qo_heads,
+    kept,  # [TILE_M, TILE_KV], not looked at without dropout
+    score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_scale, sm_scale, num_qo_heads,
     SCORE_CODES: tl.constexpr,
     IS_FULL: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Probabilities, and gradients of the scores before the score rules, in the storage dtype; 0 where not admitted.
+    """Weights of the values, and gradients of the scores before the score rules, in the storage dtype.
 
-    IS_FULL: every row admits every key. A row without keys needs no mask, its lse does it.
+    Both are 0 where not admitted. IS_FULL: every row admits every key. A row without keys needs no mask, its lse does
+    it. A dropped edge weighs no value, but still shares in the denominator. [GRAD-FORMULA, DROPOUT-BACKWARD]
+    """
+    weights, score_grads, slope, _ = form_edges(
+        q, k, v, dout, lse_log2, delta, admitted, heads, is_row, distance, kept,
+        score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_scale, sm_scale, num_qo_heads,
+        SCORE_CODES, IS_FULL, HAS_DROPOUT,
+    )  # fmt: skip
+    score_grads = score_grads * slope
+    if not IS_FULL:
+        # What a masked key holds may be no number.
+        score_grads = tl.where(admitted, score_grads, 0.0)
+    return narrow(weights, v.dtype), narrow(score_grads, k.dtype)
+
+
+@triton.jit
+def form_edges(
+    q, k, v, dout, lse_log2, delta, admitted, heads, is_row, distance, kept,  # as in differentiate_edges
+    score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_scale, sm_scale, num_qo_heads,
+    SCORE_CODES: tl.constexpr,
+    IS_FULL: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """Weights of the values, gradients of the scores after the score rules, the rules' slope, and q.k; float32.
+
+    Only the weights are 0 where not admitted.
     """
     no_edges = tl.zeros([q.shape[0], k.shape[0]], tl.float32)
-    scores = dot(q, tl.trans(k), no_edges)
+    products = dot(q, tl.trans(k), no_edges)
     value_products = dot(dout, tl.trans(v), no_edges)
     slope = 1.0
     if len(SCORE_CODES) > 0:
         scores, slope = apply_score_rules_with_slope(
-            scores * sm_scale, heads, is_row, distance, score_params_ptr, num_qo_heads, SCORE_CODES
-        )
+            products * sm_scale, heads, is_row, distance,
+            score_params_ptr, score_tables_ptr, score_reaches_ptr, num_qo_heads, SCORE_CODES,
+        )  # fmt: skip
         scores *= LOG2_E
     else:
-        scores *= sm_scale * LOG2_E
+        scores = products * (sm_scale * LOG2_E)
     exponents = scores - lse_log2[:, None]
     if not IS_FULL:
         exponents = tl.where(admitted, exponents, float("-inf"))
     probs = tl.exp2(exponents)
-    score_grads = probs * (value_products - delta[:, None]) * slope
-    if not IS_FULL:
-        # What a masked key holds may be no number.
-        score_grads = tl.where(admitted, score_grads, 0.0)
-    return narrow(probs, v.dtype), narrow(score_grads, k.dtype)
+    weights = probs
+    if HAS_DROPOUT:
+        weights = tl.where(kept, probs * dropout_scale, 0.0)
+        value_products = tl.where(kept, value_products * dropout_scale, 0.0)
+    return weights, probs * (value_products - delta[:, None]), slope, products
 
 
 @triton.jit
@@ -53,22 +81,43 @@ def apply_score_rules_with_slope(
     scores,  # [TILE_M, TILE_KV] float32, sm_scale * q.k
     heads, is_row,  # [TILE_M] query heads
     distance,  # [TILE_M, TILE_KV] kv_idx - q_idx
-    score_params_ptr, num_qo_heads,
+    score_params_ptr, score_tables_ptr, score_reaches_ptr, num_qo_heads,
     CODES: tl.constexpr,
 ):  # fmt: skip
     """Scores after every rule, and their derivative by the score before the first rule. [SCORE-ORDER, GRAD-SOFTCAP]"""
     slope = 1.0
     for rule in tl.static_range(len(CODES)):
-        param = tl.load(score_params_ptr + rule * num_qo_heads + heads, mask=is_row, other=1.0)[:, None]
-        if CODES[rule] == ALIBI:
-            scores += param * distance.to(tl.float32)
+        scores, rule_slope = apply_rule_with_slope(
+            scores, rule, heads, is_row, distance,
+            score_params_ptr, score_tables_ptr, score_reaches_ptr, num_qo_heads, CODES,
+        )  # fmt: skip
+        slope = slope * rule_slope
+    return scores, slope
+
+
+@triton.jit
+def apply_rule_with_slope(
+    scores, RULE: tl.constexpr, heads, is_row, distance,
+    score_params_ptr, score_tables_ptr, score_reaches_ptr, num_qo_heads,
+    CODES: tl.constexpr,
+):  # fmt: skip
+    """Scores after one rule, and their derivative by the scores before it."""
+    if CODES[RULE] == RELATIVE_BIAS:
+        return scores + load_biases(distance, heads, is_row, score_tables_ptr, score_reaches_ptr + 2 * RULE), 1.0
+    else:
+        param = tl.load(score_params_ptr + RULE * num_qo_heads + heads, mask=is_row, other=1.0)[:, None]
+        if CODES[RULE] == ALIBI:
+            return scores + param * distance.to(tl.float32), 1.0
         else:
             ratio = scores / param
-            # 1 - tanh^2 cancels where the cap saturates; this form keeps its relative accuracy.
-            decay = tl.exp2(tl.abs(ratio) * (-2.0 * LOG2_E))
-            slope = slope * (4.0 * decay / ((1.0 + decay) * (1.0 + decay)))
-            scores = param * tanh(ratio)
-    return scores, slope
+            return param * tanh(ratio), square_sech(ratio)
+
+
+@triton.jit
+def square_sech(x):
+    """Derivative of tanh; 1 - tanh^2 cancels where tanh saturates, this form keeps its relative accuracy."""
+    decay = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
+    return 4.0 * decay / ((1.0 + decay) * (1.0 + decay))
 
 
 @triton.jit

@@ -21,8 +21,10 @@ from attnconform.kernels.sparse_attention.backward_edges import (
 )
 from attnconform.kernels.sparse_attention.backward_query import RowInputs, cache_strides, padded_dim
 from attnconform.kernels.sparse_attention.backward_transpose import PAIR_FIELDS, TransposedPlan
+from attnconform.kernels.sparse_attention.dropout import is_kept
 from attnconform.kernels.sparse_attention.numerics import dot, narrow
 from attnconform.kernels.sparse_attention.plan import Plan
+from attnconform.kernels.sparse_attention.rules import interval_rows, is_in_intervals
 
 Q_START = tl.constexpr(PAIR_FIELDS.index("q_start"))
 Q_COUNT = tl.constexpr(PAIR_FIELDS.index("q_count"))
@@ -67,7 +69,8 @@ def _launch_items(
         cache_strides(plan, dk), cache_strides(plan, dv),
         items.item_tile, items.item_begin, items.item_full_begin, items.item_end, items.item_partial,
         tiles.tile_slot, tiles.tile_kv_head, transposed.pairs, tiles.codes, tiles.is_touched,
-        plan.row_requests, plan.row_positions, plan.mask_starts, plan.mask_ends, plan.mask_data, plan.score_params,
+        plan.row_requests, plan.row_positions, plan.mask_starts, plan.mask_ends, plan.mask_data,
+        plan.score_params, plan.score_tables, plan.score_reaches, plan.dropout_words, plan.dropout_scale,
         plan.sm_scale, plan.window or 0, plan.total_q, plan.num_qo_heads, plan.group_size,
         plan.num_pages * plan.page_size,
         TILE_M=shape.tile_m,
@@ -80,10 +83,11 @@ def _launch_items(
         PADDED_QK=padded_dim(plan.head_dim_qk),
         PADDED_VO=padded_dim(plan.head_dim_vo),
         PAGE_SIZE=plan.page_size,
-        NUM_INTERVALS=plan.mask_starts.shape[0],
         SCORE_CODES=plan.score_codes,
         MASK_FN=plan.mask_fn,
         HAS_WINDOW=bool(plan.window) and plan.list_indptr is not None,
+        HAS_HEAD_MASK=plan.has_head_mask,
+        HAS_DROPOUT=plan.dropout_words is not None,
         num_warps=8 if plan.dtype.itemsize > 2 else 4,
         num_stages=1 if shape.is_packed else 2,
     )  # fmt: skip
@@ -112,7 +116,8 @@ def key_gradient_kernel(
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
     item_tile_ptr, item_begin_ptr, item_full_begin_ptr, item_end_ptr, item_partial_ptr,
     tile_slot_ptr, tile_kv_head_ptr, pairs_ptr, codes_ptr, is_touched_ptr,
-    row_requests_ptr, row_positions_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr, score_params_ptr,
+    row_requests_ptr, row_positions_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr,
+    score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_words_ptr, dropout_scale,
     sm_scale, window, total_q, num_qo_heads, group_size, num_slots,
     TILE_M: tl.constexpr,
     TILE_KV: tl.constexpr,
@@ -124,10 +129,11 @@ def key_gradient_kernel(
     PADDED_QK: tl.constexpr,
     PADDED_VO: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    NUM_INTERVALS: tl.constexpr,
     SCORE_CODES: tl.constexpr,
     MASK_FN: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_HEAD_MASK: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one item's slot tile; written, or left as its part of the sum where its tile was cut."""
     item = tl.program_id(0).to(tl.int64)
@@ -155,19 +161,21 @@ def key_gradient_kernel(
         dk, dv = add_reader_rows(
             dk, dv, k, v, step, begin, full_begin, head_program * group_size,
             q_ptr, dout_ptr, lse_log2_ptr, delta_ptr, q_strides, dout_strides, pairs_ptr, codes_ptr,
-            row_requests_ptr, row_positions_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr, score_params_ptr,
+            row_requests_ptr, row_positions_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr,
+            score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_words_ptr, dropout_scale,
             sm_scale, window, total_q, num_qo_heads,
             False, TILE_M, TILE_KV, HEADS, ROWS_PER_PAIR, IS_PACKED, HEAD_DIM_QK, HEAD_DIM_VO, PADDED_QK, PADDED_VO,
-            NUM_INTERVALS, SCORE_CODES, MASK_FN, HAS_WINDOW,
+            SCORE_CODES, MASK_FN, HAS_WINDOW, HAS_HEAD_MASK, HAS_DROPOUT,
         )  # fmt: skip
     for step in range(0, count_steps(end - full_begin, TILE_M, ROWS_PER_PAIR, IS_PACKED)):
         dk, dv = add_reader_rows(
             dk, dv, k, v, step, full_begin, end, head_program * group_size,
             q_ptr, dout_ptr, lse_log2_ptr, delta_ptr, q_strides, dout_strides, pairs_ptr, codes_ptr,
-            row_requests_ptr, row_positions_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr, score_params_ptr,
+            row_requests_ptr, row_positions_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr,
+            score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_words_ptr, dropout_scale,
             sm_scale, window, total_q, num_qo_heads,
             True, TILE_M, TILE_KV, HEADS, ROWS_PER_PAIR, IS_PACKED, HEAD_DIM_QK, HEAD_DIM_VO, PADDED_QK, PADDED_VO,
-            NUM_INTERVALS, SCORE_CODES, MASK_FN, HAS_WINDOW,
+            SCORE_CODES, MASK_FN, HAS_WINDOW, HAS_HEAD_MASK, HAS_DROPOUT,
         )  # fmt: skip
 
     dk *= sm_scale
@@ -198,7 +206,8 @@ def add_reader_rows(
     step, begin, end,  # of the rows of pairs from begin, below end
     head_shift,  # query heads before this KV head's, where all KV heads share a list
     q_ptr, dout_ptr, lse_log2_ptr, delta_ptr, q_strides, dout_strides, pairs_ptr, codes_ptr,
-    row_requests_ptr, row_positions_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr, score_params_ptr,
+    row_requests_ptr, row_positions_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr,
+    score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_words_ptr, dropout_scale,
     sm_scale, window, total_q, num_qo_heads,
     IS_FULL: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -210,10 +219,11 @@ def add_reader_rows(
     HEAD_DIM_VO: tl.constexpr,
     PADDED_QK: tl.constexpr,
     PADDED_VO: tl.constexpr,
-    NUM_INTERVALS: tl.constexpr,
     SCORE_CODES: tl.constexpr,
     MASK_FN: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_HEAD_MASK: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """dk / sm_scale and dv with TILE_M more rows."""
     # A row and head of a reader, [TILE_M]; the pair, [TILE_M] or a scalar.
@@ -238,7 +248,7 @@ def add_reader_rows(
     kv_idx = tl.zeros([1, TILE_KV], tl.int32)
     q_idx = tl.zeros([TILE_M], tl.int32)
     admitted = kv_idx == 0
-    if not IS_FULL or len(SCORE_CODES) > 0:
+    if not IS_FULL or len(SCORE_CODES) > 0 or HAS_DROPOUT:
         cells = tl.load(pair_ptr + CELL).to(tl.int64) * TILE_KV
         lane = tl.arange(0, TILE_KV)
         if IS_PACKED:
@@ -249,9 +259,13 @@ def add_reader_rows(
         q_idx = tl.load(row_positions_ptr + rows, mask=has_key, other=0)
         if not IS_FULL:
             admitted = is_admitted(
-                codes, kv_idx, rows, q_idx, has_key, row_requests_ptr + q_start,
-                mask_starts_ptr, mask_ends_ptr, mask_data_ptr, window, total_q, NUM_INTERVALS, MASK_FN, HAS_WINDOW,
+                codes, kv_idx, interval_rows(rows, heads, total_q, HAS_HEAD_MASK), q_idx, has_key,
+                row_requests_ptr + q_start, mask_starts_ptr, mask_ends_ptr, mask_data_ptr, window, MASK_FN, HAS_WINDOW,
             )  # fmt: skip
+    kept = admitted
+    if HAS_DROPOUT:
+        request = tl.load(row_requests_ptr + rows, mask=has_key, other=0)
+        kept = is_kept(dropout_words_ptr, request[:, None], heads[:, None], q_idx[:, None], kv_idx)
 
     # dout of a row without keys is not read: it may hold anything, and 0 * NaN would reach dV.
     rows, heads = rows.to(tl.int64), heads.to(tl.int64)
@@ -259,11 +273,12 @@ def add_reader_rows(
     dout_starts = rows * dout_strides[0] + heads * dout_strides[1]
     q = load_vectors(q_ptr, q_starts, has_key, q_strides[2], HEAD_DIM_QK, PADDED_QK)
     dout = load_vectors(dout_ptr, dout_starts, has_key, dout_strides[2], HEAD_DIM_VO, PADDED_VO)
-    probs, score_grads = differentiate_edges(
-        q, k, v, dout, lse_log2, delta, admitted, heads, has_key, kv_idx - q_idx[:, None],
-        score_params_ptr, sm_scale, num_qo_heads, SCORE_CODES, IS_FULL,
+    weights, score_grads = differentiate_edges(
+        q, k, v, dout, lse_log2, delta, admitted, heads, has_key, kv_idx - q_idx[:, None], kept,
+        score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_scale, sm_scale, num_qo_heads,
+        SCORE_CODES, IS_FULL, HAS_DROPOUT,
     )  # fmt: skip
-    dv = dot(tl.trans(probs), dout, dv)
+    dv = dot(tl.trans(weights), dout, dv)
     dk = dot(tl.trans(score_grads), q, dk)
     return dk, dv
 
@@ -271,19 +286,15 @@ def add_reader_rows(
 @triton.jit
 def is_admitted(
     codes, kv_idx,  # [TILE_M or 1, TILE_KV]; a slot that the list does not have has code and position -1
-    rows, q_idx, has_key,  # [TILE_M]
-    request_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr, window, total_q,
-    NUM_INTERVALS: tl.constexpr,
+    mask_rows, q_idx, has_key,  # [TILE_M]
+    request_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr, window,
     MASK_FN: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Which edges the lists and the mask hold, [TILE_M, TILE_KV]."""
+    # No edge comes from this: without it ptxas of Triton 3.6 spills in the loop of full pairs, a tenth of its time.
     admitted = has_key[:, None] & (kv_idx < 0)
-    for interval in tl.static_range(NUM_INTERVALS):
-        bound = interval * total_q + rows
-        first = tl.load(mask_starts_ptr + bound, mask=has_key, other=0)
-        past = tl.load(mask_ends_ptr + bound, mask=has_key, other=0)
-        admitted = admitted | ((kv_idx >= first[:, None]) & (kv_idx < past[:, None]))
+    admitted = admitted | is_in_intervals(mask_rows, has_key, kv_idx, mask_starts_ptr, mask_ends_ptr)
     admitted = admitted & has_key[:, None] & (codes != -1)
     if HAS_WINDOW:
         age = q_idx[:, None] - kv_idx

@@ -20,9 +20,10 @@ from attnconform.kernels.sparse_attention.backward_edges import (
     load_row_state,
     load_vectors,
 )
+from attnconform.kernels.sparse_attention.dropout import is_kept
 from attnconform.kernels.sparse_attention.numerics import dot, narrow
 from attnconform.kernels.sparse_attention.plan import Plan
-from attnconform.kernels.sparse_attention.rules import is_in_intervals
+from attnconform.kernels.sparse_attention.rules import interval_rows, is_in_intervals
 from attnconform.kernels.sparse_attention.tasks import MERGE_FIELDS, TASK_FIELDS, Launch
 
 REQUEST = tl.constexpr(TASK_FIELDS.index("request"))
@@ -82,7 +83,7 @@ def launch_query_gradients(
         )
         _launch_tasks(plan, launch, inputs, dq, partial_dq, accumulators)
         if launch.merges.shape[0]:
-            _launch_sum(plan, launch, partial_dq, dq)
+            launch_chunk_sums(launch, partial_dq, dq)
 
 
 def _launch_tasks(
@@ -101,7 +102,8 @@ def _launch_tasks(
         q.stride(), cache_strides(plan, k_cache), cache_strides(plan, v_cache), dout.stride(), dq.stride(),
         None if dk is None else cache_strides(plan, dk), None if dv is None else cache_strides(plan, dv),
         launch.tasks, plan.page_table, plan.list_slots, plan.list_positions, plan.list_members,
-        plan.row_positions, plan.mask_starts, plan.mask_ends, plan.mask_data, plan.score_params,
+        plan.row_positions, plan.mask_starts, plan.mask_ends, plan.mask_data,
+        plan.score_params, plan.score_tables, plan.score_reaches, plan.dropout_words, plan.dropout_scale,
         plan.sm_scale, plan.window or 0, plan.total_q, plan.num_qo_heads, plan.page_table.shape[1],
         TASK_M=launch.shape.tile_m,
         TILE_M=step.tile_m,
@@ -112,11 +114,12 @@ def _launch_tasks(
         PADDED_QK=padded_dim(plan.head_dim_qk),
         PADDED_VO=padded_dim(plan.head_dim_vo),
         PAGE_SIZE=plan.page_size,
-        NUM_INTERVALS=plan.mask_starts.shape[0],
         SCORE_CODES=plan.score_codes,
         MASK_FN=plan.mask_fn,
         HAS_LISTS=plan.list_slots is not None,
         HAS_WINDOW=bool(plan.window),
+        HAS_HEAD_MASK=plan.has_head_mask,
+        HAS_DROPOUT=plan.dropout_words is not None,
         IS_ATOMIC=accumulators is not None,
         num_warps=step.num_warps,
         num_stages=2,
@@ -142,13 +145,18 @@ def choose_step(plan: Plan, launch: Launch) -> StepShape:
     return StepShape(tile_m, tile_kv, 8 if is_large else 4 if tile_m > 32 else 2)
 
 
-def _launch_sum(plan: Plan, launch: Launch, partial_dq: Tensor, dq: Tensor) -> None:
+def launch_chunk_sums(
+    launch: Launch,
+    partials: Tensor,  # (num_partials, tile_m, width) float32
+    sums: Tensor,  # (total_q, num_qo_heads, width), any floating dtype and strides
+) -> None:
+    """Writes every row and head of the tiles that were cut, their chunks added in order."""
     sum_chunks_kernel[(launch.merges.shape[0], launch.shape.tile_m)](
-        launch.merges, partial_dq, dq, dq.stride(),
+        launch.merges, partials, sums, sums.stride(),
         TILE_M=launch.shape.tile_m,
         HEADS=launch.shape.heads_per_tile,
-        HEAD_DIM_QK=plan.head_dim_qk,
-        PADDED_QK=padded_dim(plan.head_dim_qk),
+        WIDTH=sums.shape[2],
+        PADDED_WIDTH=padded_dim(sums.shape[2]),
         num_warps=4,
     )  # fmt: skip
 
@@ -158,7 +166,8 @@ def query_gradient_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_log2_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, partial_dq_ptr,
     q_strides, k_strides, v_strides, dout_strides, dq_strides, dk_strides, dv_strides,
     tasks_ptr, page_table_ptr, list_slots_ptr, list_positions_ptr, list_members_ptr,
-    row_positions_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr, score_params_ptr,
+    row_positions_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr,
+    score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_words_ptr, dropout_scale,
     sm_scale, window, total_q, num_qo_heads, max_pages,
     TASK_M: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -169,11 +178,12 @@ def query_gradient_kernel(
     PADDED_QK: tl.constexpr,
     PADDED_VO: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    NUM_INTERVALS: tl.constexpr,
     SCORE_CODES: tl.constexpr,
     MASK_FN: tl.constexpr,
     HAS_LISTS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_HEAD_MASK: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     IS_ATOMIC: tl.constexpr,
 ):  # fmt: skip
     """dQ of TILE_M of one task's rows times heads, or its chunk of it."""
@@ -210,6 +220,7 @@ def query_gradient_kernel(
         dk_ptr += kv_head * dk_strides[2]
         dv_ptr += kv_head * dv_strides[2]
     page_table_ptr += request.to(tl.int64) * max_pages
+    mask_rows = interval_rows(rows, heads, total_q, HAS_HEAD_MASK)
     dq = tl.zeros([TILE_M, PADDED_QK], tl.float32)
 
     # Keys that every row admits.
@@ -220,10 +231,11 @@ def query_gradient_kernel(
             dq, q, dout, lse_log2, delta, first, full_stop,
             k_ptr, v_ptr, dk_ptr, dv_ptr, k_strides, v_strides, dk_strides, dv_strides,
             page_table_ptr, list_slots_ptr, list_positions_ptr, list_members_ptr,
-            rows, q_idx, heads, has_key, request,
-            mask_starts_ptr, mask_ends_ptr, mask_data_ptr, score_params_ptr, sm_scale, window, total_q, num_qo_heads,
+            mask_rows, q_idx, heads, has_key, request, mask_starts_ptr, mask_ends_ptr, mask_data_ptr,
+            score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_words_ptr, dropout_scale,
+            sm_scale, window, num_qo_heads,
             True, TILE_KV, HEAD_DIM_QK, HEAD_DIM_VO, PADDED_QK, PADDED_VO, PAGE_SIZE,
-            NUM_INTERVALS, SCORE_CODES, MASK_FN, HAS_LISTS, HAS_WINDOW, IS_ATOMIC,
+            SCORE_CODES, MASK_FN, HAS_LISTS, HAS_WINDOW, HAS_DROPOUT, IS_ATOMIC,
         )  # fmt: skip
     # Keys before and after those, masked row by row.
     num_before = tl.cdiv(full_start - kv_start, TILE_KV)
@@ -235,10 +247,11 @@ def query_gradient_kernel(
             dq, q, dout, lse_log2, delta, first, tl.where(is_before, full_start, kv_end),
             k_ptr, v_ptr, dk_ptr, dv_ptr, k_strides, v_strides, dk_strides, dv_strides,
             page_table_ptr, list_slots_ptr, list_positions_ptr, list_members_ptr,
-            rows, q_idx, heads, has_key, request,
-            mask_starts_ptr, mask_ends_ptr, mask_data_ptr, score_params_ptr, sm_scale, window, total_q, num_qo_heads,
+            mask_rows, q_idx, heads, has_key, request, mask_starts_ptr, mask_ends_ptr, mask_data_ptr,
+            score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_words_ptr, dropout_scale,
+            sm_scale, window, num_qo_heads,
             False, TILE_KV, HEAD_DIM_QK, HEAD_DIM_VO, PADDED_QK, PADDED_VO, PAGE_SIZE,
-            NUM_INTERVALS, SCORE_CODES, MASK_FN, HAS_LISTS, HAS_WINDOW, IS_ATOMIC,
+            SCORE_CODES, MASK_FN, HAS_LISTS, HAS_WINDOW, HAS_DROPOUT, IS_ATOMIC,
         )  # fmt: skip
 
     dim = tl.arange(0, PADDED_QK)
@@ -259,9 +272,10 @@ def add_key_tile(
     first, limit,  # keys of this tile: entries or positions from first, below limit
     k_ptr, v_ptr, dk_ptr, dv_ptr, k_strides, v_strides, dk_strides, dv_strides,
     page_table_ptr, list_slots_ptr, list_positions_ptr, list_members_ptr,
-    rows, q_idx, heads, has_key,  # [TILE_M]
-    request, mask_starts_ptr, mask_ends_ptr, mask_data_ptr, score_params_ptr,
-    sm_scale, window, total_q, num_qo_heads,
+    mask_rows, q_idx, heads, has_key,  # [TILE_M]
+    request, mask_starts_ptr, mask_ends_ptr, mask_data_ptr,
+    score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_words_ptr, dropout_scale,
+    sm_scale, window, num_qo_heads,
     IS_FULL: tl.constexpr,
     TILE_KV: tl.constexpr,
     HEAD_DIM_QK: tl.constexpr,
@@ -269,14 +283,54 @@ def add_key_tile(
     PADDED_QK: tl.constexpr,
     PADDED_VO: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    NUM_INTERVALS: tl.constexpr,
     SCORE_CODES: tl.constexpr,
     MASK_FN: tl.constexpr,
     HAS_LISTS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     IS_ATOMIC: tl.constexpr,
 ):  # fmt: skip
     """dq / sm_scale with one more tile of keys; the tile's dk and dv go to the accumulators in atomic mode."""
+    kv_idx, page, offset, admitted, is_read = find_keys(
+        first, limit, page_table_ptr, list_slots_ptr, list_positions_ptr, list_members_ptr,
+        mask_rows, q_idx, has_key, request, mask_starts_ptr, mask_ends_ptr, mask_data_ptr, window,
+        IS_FULL, TILE_KV, PAGE_SIZE, MASK_FN, HAS_LISTS, HAS_WINDOW,
+    )  # fmt: skip
+    # [TILE_KV, PADDED_QK] and [TILE_KV, PADDED_VO]
+    k = load_vectors(k_ptr, page * k_strides[0] + offset * k_strides[1], is_read, k_strides[3], HEAD_DIM_QK, PADDED_QK)
+    v = load_vectors(v_ptr, page * v_strides[0] + offset * v_strides[1], is_read, v_strides[3], HEAD_DIM_VO, PADDED_VO)
+    kept = admitted
+    if HAS_DROPOUT:
+        kept = is_kept(dropout_words_ptr, request, heads[:, None], q_idx[:, None], kv_idx[None, :])
+    weights, score_grads = differentiate_edges(
+        q, k, v, dout, lse_log2, delta, admitted, heads, has_key, kv_idx[None, :] - q_idx[:, None], kept,
+        score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_scale, sm_scale, num_qo_heads,
+        SCORE_CODES, IS_FULL, HAS_DROPOUT,
+    )  # fmt: skip
+    if IS_ATOMIC:
+        dv = dot(tl.trans(weights), dout, tl.zeros([TILE_KV, PADDED_VO], tl.float32))
+        dk = dot(tl.trans(score_grads), q, tl.zeros([TILE_KV, PADDED_QK], tl.float32)) * sm_scale
+        dv_starts = page * dv_strides[0] + offset * dv_strides[1]
+        dk_starts = page * dk_strides[0] + offset * dk_strides[1]
+        add_vectors(dv_ptr, dv, dv_starts, is_read, dv_strides[3], HEAD_DIM_VO, PADDED_VO)
+        add_vectors(dk_ptr, dk, dk_starts, is_read, dk_strides[3], HEAD_DIM_QK, PADDED_QK)
+    return dot(score_grads, k, dq)
+
+
+@triton.jit
+def find_keys(
+    first, limit,  # keys of a tile: entries or positions from first, below limit
+    page_table_ptr, list_slots_ptr, list_positions_ptr, list_members_ptr,
+    mask_rows, q_idx, has_key,  # [TILE_M]
+    request, mask_starts_ptr, mask_ends_ptr, mask_data_ptr, window,
+    IS_FULL: tl.constexpr,
+    TILE_KV: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    MASK_FN: tl.constexpr,
+    HAS_LISTS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Position, page and offset of every key, the edges [TILE_M, TILE_KV], and which keys have any. [GRAD-SET]"""
     key = first + tl.arange(0, TILE_KV)
     is_key = key < limit
     if HAS_LISTS:
@@ -293,9 +347,7 @@ def add_key_tile(
     admitted = is_key[None, :] & has_key[:, None]
     is_read = is_key
     if not IS_FULL:
-        admitted = admitted & is_in_intervals(
-            rows, has_key, kv_idx, mask_starts_ptr, mask_ends_ptr, total_q, NUM_INTERVALS
-        )
+        admitted = admitted & is_in_intervals(mask_rows, has_key, kv_idx[None, :], mask_starts_ptr, mask_ends_ptr)
         if HAS_LISTS and HAS_WINDOW:
             is_member = tl.load(list_members_ptr + key, mask=is_key, other=0) != 0
             age = q_idx[:, None] - kv_idx[None, :]
@@ -306,22 +358,7 @@ def add_key_tile(
             admitted = admitted & MASK_FN(q_idx[:, None], legal_idx[None, :], request, mask_data_ptr)
         # A slot that no row admits is not read, as in the forward.
         is_read = tl.max(admitted.to(tl.int32), axis=0) > 0
-
-    # [TILE_KV, PADDED_QK] and [TILE_KV, PADDED_VO]
-    k = load_vectors(k_ptr, page * k_strides[0] + offset * k_strides[1], is_read, k_strides[3], HEAD_DIM_QK, PADDED_QK)
-    v = load_vectors(v_ptr, page * v_strides[0] + offset * v_strides[1], is_read, v_strides[3], HEAD_DIM_VO, PADDED_VO)
-    probs, score_grads = differentiate_edges(
-        q, k, v, dout, lse_log2, delta, admitted, heads, has_key, kv_idx[None, :] - q_idx[:, None],
-        score_params_ptr, sm_scale, num_qo_heads, SCORE_CODES, IS_FULL,
-    )  # fmt: skip
-    if IS_ATOMIC:
-        dv = dot(tl.trans(probs), dout, tl.zeros([TILE_KV, PADDED_VO], tl.float32))
-        dk = dot(tl.trans(score_grads), q, tl.zeros([TILE_KV, PADDED_QK], tl.float32)) * sm_scale
-        dv_starts = page * dv_strides[0] + offset * dv_strides[1]
-        dk_starts = page * dk_strides[0] + offset * dk_strides[1]
-        add_vectors(dv_ptr, dv, dv_starts, is_read, dv_strides[3], HEAD_DIM_VO, PADDED_VO)
-        add_vectors(dk_ptr, dk, dk_starts, is_read, dk_strides[3], HEAD_DIM_QK, PADDED_QK)
-    return dot(score_grads, k, dq)
+    return kv_idx, page, offset, admitted, is_read
 
 
 @triton.jit
@@ -342,13 +379,13 @@ def add_vectors(
 
 @triton.jit
 def sum_chunks_kernel(
-    merges_ptr, partial_dq_ptr, dq_ptr, dq_strides,
+    merges_ptr, partials_ptr, sums_ptr, strides,
     TILE_M: tl.constexpr,
     HEADS: tl.constexpr,
-    HEAD_DIM_QK: tl.constexpr,
-    PADDED_QK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one row of a tile that was cut, chunks added in order."""
+    """One row and head of a tile that was cut, chunks added in order."""
     merge_ptr = merges_ptr + tl.program_id(0).to(tl.int64) * MERGE_WIDTH
     lane_m = tl.program_id(1)
     first_partial = tl.load(merge_ptr + MERGE_FIRST_PARTIAL).to(tl.int64)
@@ -357,13 +394,13 @@ def sum_chunks_kernel(
         lane_m % HEADS < tl.load(merge_ptr + MERGE_HEAD_COUNT)
     )
     if is_row:
-        dim = tl.arange(0, PADDED_QK)
-        is_dim = dim < HEAD_DIM_QK
-        dq = tl.zeros([PADDED_QK], tl.float32)
+        dim = tl.arange(0, PADDED_WIDTH)
+        is_dim = dim < WIDTH
+        total = tl.zeros([PADDED_WIDTH], tl.float32)
         for chunk in range(0, num_partials):
             state = (first_partial + chunk) * TILE_M + lane_m
-            dq += tl.load(partial_dq_ptr + state * HEAD_DIM_QK + dim, mask=is_dim, other=0.0)
+            total += tl.load(partials_ptr + state * WIDTH + dim, mask=is_dim, other=0.0)
         row = (tl.load(merge_ptr + MERGE_Q_START) + lane_m // HEADS).to(tl.int64)
         head = (tl.load(merge_ptr + MERGE_HEAD_START) + lane_m % HEADS).to(tl.int64)
-        ptrs = dq_ptr + row * dq_strides[0] + head * dq_strides[1] + dim.to(tl.int64) * dq_strides[2]
-        tl.store(ptrs, narrow(dq, dq_ptr.dtype.element_ty), mask=is_dim)
+        ptrs = sums_ptr + row * strides[0] + head * strides[1] + dim.to(tl.int64) * strides[2]
+        tl.store(ptrs, narrow(total, sums_ptr.dtype.element_ty), mask=is_dim)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from attnconform.kernels.sparse_attention.candidates import cut_ranges, cut_row_blocks, enumerate_runs, to_slots
 from attnconform.kernels.sparse_attention.plan import Plan
+from attnconform.kernels.sparse_attention.tasks import reduce_groups
 
 ABSENT = -1
 # Columns of the kernel's table of pairs, in order.
@@ -256,15 +257,19 @@ def cut_readers(plan: Plan, entries: ListEntries, max_rows: int) -> Readers:
     q_start = entries.list_q_start[owner] + start
     reader, rank = enumerate_runs(q_count)
     rows = q_start[reader] + rank
-    starts, ends = plan.mask_starts.long()[:, rows], plan.mask_ends.long()[:, rows]
+    # Heads that a reader stands for in some program: all of them where all KV heads read alike.
+    heads = {"query_head": 1, "kv_head": plan.group_size}.get(plan.sharing or "", plan.num_qo_heads)
+    heads = heads if plan.has_head_mask else 1
+    group = (entries.list_head_start[owner] // heads)[reader] if plan.has_head_mask else torch.zeros_like(reader)
+    # (groups of heads, heads, total_q)
+    by_heads = (plan.mask_starts.shape[0] // heads, heads, plan.total_q)
+    starts, ends = plan.mask_starts.long().reshape(by_heads), plan.mask_ends.long().reshape(by_heads)
     is_empty = starts >= ends
-    index = reader.expand_as(starts)
 
     def reduce_rows(values: Tensor, how: str) -> Tensor:
-        return values.new_zeros(len(values), q_count.numel()).scatter_reduce(1, index, values, how, include_self=False)
+        """Over the rows of every reader, from values (groups of heads, total_q)."""
+        return reduce_groups(values[group, rows][:, None], reader, q_count.numel(), how)[:, 0]
 
-    common_start, common_end = reduce_rows(starts, "amax"), reduce_rows(ends, "amin")
-    longest = (common_end - common_start).argmax(0, keepdim=True)
     # A jit function may refuse any key, so that no run is known to be allowed.
     is_known = plan.mask_fn is None
     return Readers(
@@ -272,10 +277,10 @@ def cut_readers(plan: Plan, entries: ListEntries, max_rows: int) -> Readers:
         q_start=q_start,
         q_count=q_count,
         head_start=entries.list_head_start[owner],
-        first_position=reduce_rows(torch.where(is_empty, 2**31 - 1, starts), "amin").amin(0),
-        past_position=reduce_rows(torch.where(is_empty, 0, ends), "amax").amax(0),
-        common_start=common_start.gather(0, longest)[0],
-        common_end=common_end.gather(0, longest)[0] if is_known else torch.zeros_like(q_start),
+        first_position=reduce_rows(torch.where(is_empty, 2**31 - 1, starts).amin(1), "amin"),
+        past_position=reduce_rows(torch.where(is_empty, 0, ends).amax(1), "amax"),
+        common_start=reduce_rows(starts.amax(1), "amax"),
+        common_end=reduce_rows(ends.amin(1), "amin") if is_known else torch.zeros_like(q_start),
     )
 
 

@@ -7,8 +7,11 @@ own. A long run of keys is several tasks whose partial states (max, sum, unnorma
 
 Slots outside what a task's rows may see are never read, so bytes that no request owns never matter, NaN included. Rows
 of one task share their reads: a slot that only some of them see must hold finite numbers. [MASK-INTERFERE]
-bfloat16, float16 and float32; head_dim up to 256, padded to a power of two in registers only; any page size.
-[MASK-BEFORE-MAX, EMPTY-OUT, LSE-NATURAL, LSE-SINK, MERGE-DISJOINT, GQA-MAP, COORD-WIDE, COORD-STRIDE]
+bfloat16, float16 and float32; head_dim up to 256, padded to a power of two in registers only; any page size. K and V
+may be quantized, each on its own terms; where their scales are multiplied in, `quantization` says. Dropout takes edges
+out of the sum of values, never out of the denominator.
+[MASK-BEFORE-MAX, EMPTY-OUT, LSE-NATURAL, LSE-SINK, MERGE-DISJOINT, GQA-MAP, COORD-WIDE, COORD-STRIDE, QUANT-VALUE,
+DROPOUT-COUNTER, DROPOUT-NUMERATOR]
 """
 
 from __future__ import annotations
@@ -21,10 +24,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnconform.kernels.sparse_attention.candidates import enumerate_runs, first_index, to_slots
+from attnconform.kernels.sparse_attention.dropout import is_kept
 from attnconform.kernels.sparse_attention.errors import PlanError
 from attnconform.kernels.sparse_attention.numerics import IS_INTERPRETED, LN_2, LOG2_E, dot, narrow, widen
 from attnconform.kernels.sparse_attention.plan import Plan
-from attnconform.kernels.sparse_attention.rules import apply_score_rules, is_in_intervals
+from attnconform.kernels.sparse_attention.quantization import (
+    code_bits,
+    load_channel_scales,
+    load_code_tile,
+    load_key_scales,
+    load_whole_scale,
+    normalize_query,
+    pair_assembly,
+    scale_strides,
+    weigh_by_key_scales,
+)
+from attnconform.kernels.sparse_attention.rules import apply_score_rules, interval_rows, is_in_intervals
 from attnconform.kernels.sparse_attention.tasks import MERGE_FIELDS, TASK_FIELDS, Launch, TileShape
 
 
@@ -34,6 +50,8 @@ def run(
     k_cache: Tensor,  # NHD: (num_pages, page_size, num_kv_heads, head_dim_qk); HND: heads before page_size
     v_cache: Tensor,  # likewise, with head_dim_vo
     *,
+    k_scale: Tensor | None = None,  # float32, where the plan's K is quantized, in the shape of its granularity
+    v_scale: Tensor | None = None,  # likewise for V
     out: Tensor | None = None,  # (total_q, num_qo_heads, head_dim_vo)
     lse: Tensor | None = None,  # (total_q, num_qo_heads) float32
 ) -> tuple[Tensor, Tensor]:
@@ -50,9 +68,11 @@ def run(
     out = q.new_empty(out_shape) if out is None else out
     lse = q.new_empty(lse_shape, dtype=torch.float32) if lse is None else lse
     _check_tensors(plan, (q, k_cache, v_cache, out, lse))
+    _check_scales(plan, (k_scale, v_scale))
+    k_cache, v_cache = code_bits(k_cache, plan.k_quant), code_bits(v_cache, plan.v_quant)
     with torch.cuda.device(plan.device) if plan.device.type == "cuda" else nullcontext():
         for launch in plan.launches:
-            launch_attend(plan, launch, q, k_cache, v_cache, out, lse)
+            launch_attend(plan, launch, q, k_cache, v_cache, k_scale, v_scale, out, lse)
             if launch.merges.shape[0]:
                 launch_merge(plan, launch, out, lse)
     return out, lse
@@ -87,14 +107,25 @@ def merge_states(
 
 
 def launch_attend(
-    plan: Plan, launch: Launch, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor
+    plan: Plan,
+    launch: Launch,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
 ) -> None:
     """One program per task."""
-    strides = (q.stride(), _cache_strides(plan, k_cache), _cache_strides(plan, v_cache), out.stride(), lse.stride())
+    strides = (
+        q.stride(), _cache_strides(plan, k_cache), _cache_strides(plan, v_cache),
+        scale_strides(k_scale), scale_strides(v_scale), out.stride(), lse.stride(),
+    )  # fmt: skip
     if "attend" not in launch.prepared:
         grid = (launch.tasks.shape[0], 1, 1)
         launch.prepared["attend"] = PreparedLaunch(attend_kernel, grid, *_attend_arguments(plan, launch))
-    launch.prepared["attend"]((q, k_cache, v_cache, out, lse), strides)
+    launch.prepared["attend"]((q, k_cache, v_cache, k_scale, v_scale, out, lse), strides)
 
 
 def launch_merge(plan: Plan, launch: Launch, out: Tensor, lse: Tensor) -> None:
@@ -120,8 +151,8 @@ class PreparedLaunch:
         self.fixed_values = tuple(fixed.values())
         self.compiled: dict[object, Callable[..., None]] = {}
 
-    def __call__(self, tensors: tuple[Tensor, ...], strides: tuple[tuple[int, ...], ...]) -> None:
-        key = (strides, *[tensor.data_ptr() % 16 for tensor in tensors])
+    def __call__(self, tensors: tuple[Tensor | None, ...], strides: tuple[tuple[int | None, ...] | None, ...]) -> None:
+        key = (strides, *[None if tensor is None else tensor.data_ptr() % 16 for tensor in tensors])
         runner = self.compiled.get(key)
         if runner is not None:
             runner(*tensors, *strides, *self.fixed_values)
@@ -148,7 +179,11 @@ def _attend_arguments(plan: Plan, launch: Launch) -> tuple[dict[str, object], di
         "mask_ends_ptr": plan.mask_ends,
         "mask_data_ptr": plan.mask_data,
         "score_params_ptr": plan.score_params,
+        "score_tables_ptr": plan.score_tables,
+        "score_reaches_ptr": plan.score_reaches,
         "sink_logits_ptr": plan.sink_logits,
+        "dropout_words_ptr": plan.dropout_words,
+        "dropout_scale": plan.dropout_scale,
         "sm_scale": plan.sm_scale,
         "window": plan.window or 0,
         "total_q": plan.total_q,
@@ -160,15 +195,23 @@ def _attend_arguments(plan: Plan, launch: Launch) -> tuple[dict[str, object], di
         "HEADS": shape.heads_per_tile,
         "HEAD_DIM_QK": plan.head_dim_qk,
         "HEAD_DIM_VO": plan.head_dim_vo,
-        "PADDED_QK": _padded(plan.head_dim_qk),
-        "PADDED_VO": _padded(plan.head_dim_vo),
+        "PADDED_QK": _padded(plan.head_dim_qk, plan.k_quant is not None),
+        "PADDED_VO": _padded(plan.head_dim_vo, plan.v_quant is not None),
         "PAGE_SIZE": plan.page_size,
         "SCORE_CODES": plan.score_codes,
         "MASK_FN": plan.mask_fn,
         "HAS_LISTS": plan.list_slots is not None,
         "HAS_WINDOW": bool(plan.window),
         "HAS_SINK": plan.sink_logits is not None,
-        "IS_ONE_ROW": shape.tile_q == 1,
+        "HAS_HEAD_MASK": plan.has_head_mask,
+        "HAS_DROPOUT": plan.dropout_words is not None,
+        "K_FORMAT": plan.k_quant.format if plan.k_quant else None,
+        "V_FORMAT": plan.v_quant.format if plan.v_quant else None,
+        "K_GRANULARITY": plan.k_quant.granularity if plan.k_quant else None,
+        "V_GRANULARITY": plan.v_quant.granularity if plan.v_quant else None,
+        "K_ASSEMBLY": pair_assembly(plan.k_quant, plan.dtype, plan.device),
+        "V_ASSEMBLY": pair_assembly(plan.v_quant, plan.dtype, plan.device),
+        "IS_ONE_ROW": shape.tile_q == 1 and not plan.has_head_mask,
         "IS_UNMASKED": _is_unmasked(plan, shape),
     }
     return fixed, {"num_warps": shape.num_warps, "num_stages": shape.num_stages}
@@ -196,18 +239,22 @@ def _merge_arguments(plan: Plan, launch: Launch) -> tuple[dict[str, object], dic
 def _is_unmasked(plan: Plan, shape: TileShape) -> bool:
     """Whether a task's keys are exactly those its single row may see, as the work list has cut them."""
     is_row_of_block = plan.q_block_size == 1 or not plan.window
-    return shape.tile_q == 1 and plan.mask_fn is None and is_row_of_block
+    return shape.tile_q == 1 and plan.mask_fn is None and is_row_of_block and not plan.has_head_mask
 
 
-def _padded(head_dim: int) -> int:
-    """A power of two that a tensor core takes."""
-    return max(16, triton.next_power_of_2(head_dim))
+def _padded(head_dim: int, is_halved: bool = False) -> int:
+    """A power of two that a tensor core takes, its half too where even and odd dimensions go apart."""
+    return max(32 if is_halved else 16, triton.next_power_of_2(head_dim))
 
 
-def _cache_strides(plan: Plan, cache: Tensor) -> tuple[int, int, int, int]:
-    """Strides of page, token in page, head and dimension, whatever the layout."""
+def _cache_strides(plan: Plan, cache: Tensor) -> tuple[int | None, int, int, int]:
+    """Strides of page, token in page, head and dimension, whatever the layout; None for pages that follow as tokens do.
+
+    There a slot is one product away from its address, where it is two and a division otherwise.
+    """
     page, a, b, dim = cache.stride()
-    return (page, a, b, dim) if plan.layout == "NHD" else (page, b, a, dim)
+    token, head = (a, b) if plan.layout == "NHD" else (b, a)
+    return None if page == plan.page_size * token else page, token, head, dim
 
 
 def _check_tensors(plan: Plan, tensors: tuple[Tensor, ...]) -> None:
@@ -221,14 +268,56 @@ def _check_tensors(plan: Plan, tensors: tuple[Tensor, ...]) -> None:
             raise PlanError("SAFE-SHAPE", f"{name}.device", tensor.device, f"the plan is for {plan.device}")
 
 
+def _check_scales(plan: Plan, scales: tuple[Tensor | None, Tensor | None]) -> None:
+    """Refuses scales that are missing, not asked for, or of another shape, dtype or device. [QUANT-SCALE]"""
+    for scale, (name, shape) in zip(scales, plan.scale_shapes, strict=True):
+        if scale is None and shape is None:
+            continue
+        if scale is None or shape is None:
+            got, limit = ("None", f"the plan is for {shape}") if scale is None else ("given", "the plan has no codes")
+            raise PlanError("QUANT-SCALE", name, got, limit)
+        if scale.shape != shape:
+            raise PlanError("QUANT-SCALE", f"{name}.shape", tuple(scale.shape), f"the plan is for {shape}")
+        if scale.dtype != torch.float32:
+            raise PlanError("QUANT-SCALE", f"{name}.dtype", scale.dtype, "must be float32")
+        if scale.device != plan.device:
+            raise PlanError("QUANT-SCALE", f"{name}.device", scale.device, f"the plan is for {plan.device}")
+
+
+def check_scale_values(plan: Plan, *, k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> None:
+    """Refuses scales that are not finite and above 0; those of pages and slots that no request owns may be anything.
+
+    A run does not look, since it would have to synchronize: call this where scales come from outside. [QUANT-SCALE]
+    """
+    _check_scales(plan, (k_scale, v_scale))
+    request, position = enumerate_runs(plan.seqlen_kv)
+    slots = to_slots(request, position, plan.page_table, plan.page_size)
+    for name, quant, scale in (("k_scale", plan.k_quant, k_scale), ("v_scale", plan.v_quant, v_scale)):
+        if quant is None or scale is None:
+            continue
+        is_owned = torch.ones(scale.shape, dtype=torch.bool, device=scale.device)
+        if quant.granularity in ("page", "token"):
+            is_owned.zero_()
+            is_owned[slots // plan.page_size if quant.granularity == "page" else slots] = True
+        is_bad = is_owned & ~(torch.isfinite(scale) & (scale > 0))
+        if bool(is_bad.any()):
+            index = first_index(is_bad)
+            raise PlanError("QUANT-SCALE", name, float(scale[index]), "must be finite and above 0", index)
+
+
+# What P is multiplied by before it meets codes in float16: its largest value, 1, stays below 65504.
+P_SCALE = tl.constexpr(32768.0)
+
+
 # Numbers of a batch or a rule: a kernel compiled for one value of them must serve every other.
 @triton.jit(do_not_specialize=["window", "total_q", "num_qo_heads", "max_pages"])
 def attend_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
-    q_strides, k_strides, v_strides, out_strides, lse_strides,
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, out_ptr, lse_ptr,
+    q_strides, k_strides, v_strides, k_scale_strides, v_scale_strides, out_strides, lse_strides,
     tasks_ptr, partial_acc_ptr, partial_max_ptr, partial_sum_ptr,
     page_table_ptr, list_slots_ptr, list_positions_ptr, list_members_ptr,
-    row_positions_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr, score_params_ptr, sink_logits_ptr,
+    row_positions_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr,
+    score_params_ptr, score_tables_ptr, score_reaches_ptr, sink_logits_ptr, dropout_words_ptr, dropout_scale,
     sm_scale, window, total_q, num_qo_heads, max_pages,
     TASK_WIDTH: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -244,6 +333,14 @@ def attend_kernel(
     HAS_LISTS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINK: tl.constexpr,
+    HAS_HEAD_MASK: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+    K_FORMAT: tl.constexpr,  # of codes; None where not quantized
+    V_FORMAT: tl.constexpr,
+    K_GRANULARITY: tl.constexpr,
+    V_GRANULARITY: tl.constexpr,
+    K_ASSEMBLY: tl.constexpr,  # of pair_assembly
+    V_ASSEMBLY: tl.constexpr,
     IS_ONE_ROW: tl.constexpr,
     IS_UNMASKED: tl.constexpr,
 ):  # fmt: skip
@@ -265,48 +362,72 @@ def attend_kernel(
     rows = q_start + lane_m // HEADS
     heads = head_start + lane_m % HEADS
     is_live = (lane_m // HEADS < q_count) & (lane_m % HEADS < head_count)
-    # Rules depend on the row, not on the head: a tile of one row evaluates them once per key.
+    # Rules mostly depend on the row, not on the head: then a tile of one row evaluates them once per key.
     if IS_ONE_ROW:
         rule_rows = q_start + tl.arange(0, 1)
         is_rule_row = tl.arange(0, 1) < q_count
+        mask_rows = rule_rows
     else:
         rule_rows = rows
         is_rule_row = is_live
+        mask_rows = interval_rows(rows, heads, total_q, HAS_HEAD_MASK)
     q_idx = tl.load(row_positions_ptr + rule_rows, mask=is_rule_row, other=0)
 
-    dim_qk = tl.arange(0, PADDED_QK)
-    q_offset = rows.to(tl.int64)[:, None] * q_strides[0] + heads.to(tl.int64)[:, None] * q_strides[1]
-    q_offset += dim_qk.to(tl.int64)[None, :] * q_strides[2]
-    # [TILE_M, PADDED_QK]
-    q = tl.load(q_ptr + q_offset, mask=is_live[:, None] & (dim_qk < HEAD_DIM_QK)[None, :], other=0.0)
+    # [TILE_M, PADDED_QK]; where K is quantized, even and odd dimensions apart, [TILE_M, PADDED_QK // 2] each
+    q_starts = rows.to(tl.int64) * q_strides[0] + heads.to(tl.int64) * q_strides[1]
+    if K_FORMAT is None:
+        q = load_query(q_ptr, q_starts, is_live, tl.arange(0, PADDED_QK), q_strides[2], HEAD_DIM_QK)
+        queries = (q, q)
+        score_scale = sm_scale * LOG2_E
+    else:
+        even_dim = 2 * tl.arange(0, PADDED_QK // 2)
+        q = widen(load_query(q_ptr, q_starts, is_live, even_dim, q_strides[2], HEAD_DIM_QK))
+        q_odd = widen(load_query(q_ptr, q_starts, is_live, even_dim + 1, q_strides[2], HEAD_DIM_QK))
+        if K_GRANULARITY == "channel":
+            q *= load_channel_scales(k_scale_ptr, k_scale_strides, kv_head, even_dim, HEAD_DIM_QK)[None, :]
+            q_odd *= load_channel_scales(k_scale_ptr, k_scale_strides, kv_head, even_dim + 1, HEAD_DIM_QK)[None, :]
+        score_scale = sm_scale * LOG2_E * load_whole_scale(k_scale_ptr, k_scale_strides, kv_head, K_GRANULARITY)
+        if q_ptr.dtype.element_ty != tl.float32:
+            q, q_odd, q_unit = normalize_query(q, q_odd)
+            score_scale = (q_unit * score_scale)[:, None]
+        queries = (q, q_odd)
 
     page_row = page_table_ptr + request.to(tl.int64) * max_pages
-    k_cache = (k_ptr + kv_head * k_strides[2], k_strides)
-    v_cache = (v_ptr + kv_head * v_strides[2], v_strides)
+    k_cache = (k_ptr + kv_head * k_strides[2], k_strides, k_scale_ptr, k_scale_strides, kv_head)
+    v_cache = (v_ptr + kv_head * v_strides[2], v_strides, v_scale_ptr, v_scale_strides, kv_head)
     lists = (list_slots_ptr, list_positions_ptr, list_members_ptr, window)
-    mask = (mask_starts_ptr, mask_ends_ptr, total_q, mask_data_ptr)
-    score = (sm_scale, score_params_ptr, num_qo_heads)
-    where = (rule_rows, is_rule_row, q_idx, request, heads, is_live)
+    mask = (mask_starts_ptr, mask_ends_ptr, mask_data_ptr)
+    score = (score_scale, score_params_ptr, score_tables_ptr, score_reaches_ptr, num_qo_heads, dropout_words_ptr)
+    where = (mask_rows, is_rule_row, q_idx, request, heads, is_live)
     row_max = tl.full([TILE_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_M], tl.float32)
-    acc = tl.zeros([TILE_M, PADDED_VO], tl.float32)
+    # Even dimensions only where V is quantized; else all, and the other is nothing.
+    acc = tl.zeros([TILE_M, PADDED_VO if V_FORMAT is None else PADDED_VO // 2], tl.float32)
+    acc_odd = tl.zeros([TILE_M, 1 if V_FORMAT is None else PADDED_VO // 2], tl.float32)
+    value_unit = tl.zeros([TILE_M], tl.float32)
 
     if IS_ONE_ROW:
         # One row's mask is cheap where there is one at all; a second loop would only cost its start-up.
         for first in range(kv_start, kv_end, TILE_KV):
-            acc, row_max, row_sum = attend_tile(
-                acc, row_max, row_sum, q, first, kv_end, where, page_row, k_cache, v_cache, lists, mask, score,
+            acc, acc_odd, row_max, row_sum, value_unit = attend_tile(
+                acc, acc_odd, row_max, row_sum, value_unit, queries, first, kv_end,
+                where, page_row, k_cache, v_cache, lists, mask, score,
                 False, IS_UNMASKED, IS_ONE_ROW, TILE_KV, HEAD_DIM_QK, HEAD_DIM_VO, PADDED_QK, PADDED_VO, PAGE_SIZE,
-                SCORE_CODES, MASK_FN, HAS_LISTS, HAS_WINDOW,
+                SCORE_CODES, MASK_FN, HAS_LISTS, HAS_WINDOW, HAS_DROPOUT,
+                K_FORMAT, V_FORMAT, K_GRANULARITY, V_GRANULARITY, K_ASSEMBLY, V_ASSEMBLY,
+                q_ptr.dtype.element_ty == tl.float32,
             )  # fmt: skip
     else:
         full_stop = full_start + (full_end - full_start) // TILE_KV * TILE_KV
         # Keys that every row admits.
         for first in range(full_start, full_stop, TILE_KV):
-            acc, row_max, row_sum = attend_tile(
-                acc, row_max, row_sum, q, first, full_stop, where, page_row, k_cache, v_cache, lists, mask, score,
+            acc, acc_odd, row_max, row_sum, value_unit = attend_tile(
+                acc, acc_odd, row_max, row_sum, value_unit, queries, first, full_stop,
+                where, page_row, k_cache, v_cache, lists, mask, score,
                 True, True, IS_ONE_ROW, TILE_KV, HEAD_DIM_QK, HEAD_DIM_VO, PADDED_QK, PADDED_VO, PAGE_SIZE,
-                SCORE_CODES, MASK_FN, HAS_LISTS, HAS_WINDOW,
+                SCORE_CODES, MASK_FN, HAS_LISTS, HAS_WINDOW, HAS_DROPOUT,
+                K_FORMAT, V_FORMAT, K_GRANULARITY, V_GRANULARITY, K_ASSEMBLY, V_ASSEMBLY,
+                q_ptr.dtype.element_ty == tl.float32,
             )  # fmt: skip
         # Keys before and after those, masked row by row.
         num_before = tl.cdiv(full_start - kv_start, TILE_KV)
@@ -315,11 +436,28 @@ def attend_kernel(
             is_before = step < num_before
             first = tl.where(is_before, kv_start + step * TILE_KV, full_stop + (step - num_before) * TILE_KV)
             limit = tl.where(is_before, full_start, kv_end)
-            acc, row_max, row_sum = attend_tile(
-                acc, row_max, row_sum, q, first, limit, where, page_row, k_cache, v_cache, lists, mask, score,
+            acc, acc_odd, row_max, row_sum, value_unit = attend_tile(
+                acc, acc_odd, row_max, row_sum, value_unit, queries, first, limit,
+                where, page_row, k_cache, v_cache, lists, mask, score,
                 False, False, IS_ONE_ROW, TILE_KV, HEAD_DIM_QK, HEAD_DIM_VO, PADDED_QK, PADDED_VO, PAGE_SIZE,
-                SCORE_CODES, MASK_FN, HAS_LISTS, HAS_WINDOW,
+                SCORE_CODES, MASK_FN, HAS_LISTS, HAS_WINDOW, HAS_DROPOUT,
+                K_FORMAT, V_FORMAT, K_GRANULARITY, V_GRANULARITY, K_ASSEMBLY, V_ASSEMBLY,
+                q_ptr.dtype.element_ty == tl.float32,
             )  # fmt: skip
+
+    if V_FORMAT is not None:
+        acc = tl.interleave(acc, acc_odd)
+        if q_ptr.dtype.element_ty != tl.float32:
+            acc *= 1.0 / P_SCALE
+            if V_GRANULARITY == "page" or V_GRANULARITY == "token":
+                acc *= value_unit[:, None]
+        if V_GRANULARITY == "channel":
+            dims = tl.arange(0, PADDED_VO)
+            acc *= load_channel_scales(v_scale_ptr, v_scale_strides, kv_head, dims, HEAD_DIM_VO)[None, :]
+        else:
+            acc *= load_whole_scale(v_scale_ptr, v_scale_strides, kv_head, V_GRANULARITY)
+    if HAS_DROPOUT:
+        acc *= dropout_scale
 
     if partial >= 0:
         dim_vo = tl.arange(0, PADDED_VO)
@@ -337,9 +475,11 @@ def attend_kernel(
 
 @triton.jit
 def attend_tile(
-    acc, row_max, row_sum, q,  # [TILE_M, PADDED_VO], [TILE_M], [TILE_M], [TILE_M, PADDED_QK]
+    acc, acc_odd, row_max, row_sum,  # [TILE_M, PADDED_VO], nothing or half of it each; [TILE_M], [TILE_M]
+    value_unit,  # [TILE_M] of the scales in P so far
+    queries,  # [TILE_M, PADDED_QK], or half of it twice
     first, limit,  # keys of this tile: entries or positions from first, below limit
-    where,  # [ROWS] rule_rows, is_rule_row and q_idx; request; [TILE_M] heads and is_live. ROWS is 1 or TILE_M
+    where,  # [ROWS] mask_rows, is_rule_row and q_idx; request; [TILE_M] heads and is_live. ROWS is 1 or TILE_M
     page_row, k_cache, v_cache, lists, mask, score,
     IS_WHOLE: tl.constexpr,  # the tile ends before the limit
     IS_UNMASKED: tl.constexpr,  # every row admits every key below the limit
@@ -354,13 +494,21 @@ def attend_tile(
     MASK_FN: tl.constexpr,
     HAS_LISTS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+    K_FORMAT: tl.constexpr,
+    V_FORMAT: tl.constexpr,
+    K_GRANULARITY: tl.constexpr,
+    V_GRANULARITY: tl.constexpr,
+    K_ASSEMBLY: tl.constexpr,
+    V_ASSEMBLY: tl.constexpr,
+    IS_FLOAT32: tl.constexpr,  # q and out
 ):  # fmt: skip
     """The state after one more tile of keys."""
-    rule_rows, is_rule_row, q_idx, request, heads, is_live = where
+    mask_rows, is_rule_row, q_idx, request, heads, is_live = where
     key = first + tl.arange(0, TILE_KV)
     is_key = key < limit
-    NEEDS_POSITIONS: tl.constexpr = not IS_UNMASKED or len(SCORE_CODES) > 0
-    kv_idx, k_start, v_start = locate_keys(
+    NEEDS_POSITIONS: tl.constexpr = not IS_UNMASKED or len(SCORE_CODES) > 0 or HAS_DROPOUT
+    kv_idx, page, slot, k_start, v_start = locate_keys(
         key, is_key, page_row, k_cache, v_cache, lists, PAGE_SIZE, HAS_LISTS, NEEDS_POSITIONS
     )
     if IS_UNMASKED:
@@ -369,7 +517,7 @@ def attend_tile(
     else:
         # [ROWS, TILE_KV]
         admitted = is_key[None, :] & admit_keys(
-            key, is_key, kv_idx, rule_rows, is_rule_row, q_idx, request, lists, mask,
+            key, is_key, kv_idx, mask_rows, is_rule_row, q_idx, request, lists, mask,
             MASK_FN, HAS_LISTS and HAS_WINDOW,
         )  # fmt: skip
         # A slot that no row admits is not read. Intervals alone leave none: the work list ends where they end.
@@ -378,14 +526,33 @@ def attend_tile(
         else:
             is_read = is_key
 
-    dim_qk = tl.arange(0, PADDED_QK)
-    k_ptrs = k_cache[0] + k_start[None, :] + (dim_qk.to(tl.int64) * k_cache[1][3])[:, None]
-    # [PADDED_QK, TILE_KV]
-    k = load_tile(k_ptrs, is_read[None, :], (dim_qk < HEAD_DIM_QK)[:, None], IS_WHOLE and IS_UNMASKED, HEAD_DIM_QK)
-    scores = dot(q, k, tl.zeros([q.shape[0], TILE_KV], tl.float32))
-    scores *= score[0] * LOG2_E
+    q, q_odd = queries
+    # What codes become: see `quantization`.
+    CODE_DTYPE: tl.constexpr = tl.float32 if IS_FLOAT32 else tl.float16
+    scores = tl.zeros([q.shape[0], TILE_KV], tl.float32)
+    if K_FORMAT is None:
+        dim_qk = tl.arange(0, PADDED_QK)
+        k_ptrs = k_cache[0] + k_start[None, :] + (dim_qk.to(tl.int64) * k_cache[1][3])[:, None]
+        # [PADDED_QK, TILE_KV]
+        is_dim = (dim_qk < HEAD_DIM_QK)[:, None]
+        k = load_tile(k_ptrs, is_read[None, :], is_dim, IS_WHOLE and IS_UNMASKED, HEAD_DIM_QK)
+        scores = dot(q, k, scores)
+    else:
+        pair = tl.arange(0, PADDED_QK // 2)[:, None]
+        k, k_odd = load_code_tile(
+            k_cache[0], k_start[None, :], is_read[None, :], pair, k_cache[1][3], CODE_DTYPE,
+            K_FORMAT, K_ASSEMBLY, IS_WHOLE and IS_UNMASKED, HEAD_DIM_QK, PADDED_QK,
+        )  # fmt: skip
+        scores = dot(q_odd, k_odd, dot(q, k, scores))
+    if K_GRANULARITY == "page" or K_GRANULARITY == "token":
+        key_scales = load_key_scales(k_cache[2], k_cache[3], k_cache[4], page, slot, is_read, K_GRANULARITY)
+        scores *= key_scales[None, :] * score[0]
+    else:
+        scores *= score[0]
     if len(SCORE_CODES) > 0:
-        scores = apply_score_rules(scores, heads, is_live, q_idx, kv_idx, score[1], score[2], LOG2_E, SCORE_CODES)
+        scores = apply_score_rules(
+            scores, heads, is_live, q_idx, kv_idx, score[1], score[2], score[3], score[4], LOG2_E, SCORE_CODES
+        )
     if not (IS_WHOLE and IS_UNMASKED):
         scores = tl.where(admitted, scores, float("-inf"))
 
@@ -395,12 +562,43 @@ def attend_tile(
     weights = tl.exp2(scores - base[:, None])
     rescale = tl.exp2(row_max - base)
     row_sum = row_sum * rescale + tl.sum(weights, axis=1)
-    dim_vo = tl.arange(0, PADDED_VO)
-    v_ptrs = v_cache[0] + v_start[:, None] + (dim_vo.to(tl.int64) * v_cache[1][3])[None, :]
-    # [TILE_KV, PADDED_VO]
-    v = load_tile(v_ptrs, is_read[:, None], (dim_vo < HEAD_DIM_VO)[None, :], IS_WHOLE and IS_UNMASKED, HEAD_DIM_VO)
-    acc = dot(narrow(weights, v.dtype), v, acc * rescale[:, None])
-    return acc, new_max, row_sum
+    if HAS_DROPOUT:
+        kept = is_kept(score[5], request, heads[:, None], q_idx[:, None], kv_idx[None, :])
+        weights = tl.where(kept, weights, 0.0)
+    if V_FORMAT is None:
+        dim_vo = tl.arange(0, PADDED_VO)
+        v_ptrs = v_cache[0] + v_start[:, None] + (dim_vo.to(tl.int64) * v_cache[1][3])[None, :]
+        # [TILE_KV, PADDED_VO]
+        is_dim = (dim_vo < HEAD_DIM_VO)[None, :]
+        v = load_tile(v_ptrs, is_read[:, None], is_dim, IS_WHOLE and IS_UNMASKED, HEAD_DIM_VO)
+        acc = dot(narrow(weights, v.dtype), v, acc * rescale[:, None])
+    else:
+        pair = tl.arange(0, PADDED_VO // 2)[None, :]
+        v, v_odd = load_code_tile(
+            v_cache[0], v_start[:, None], is_read[:, None], pair, v_cache[1][3], CODE_DTYPE,
+            V_FORMAT, V_ASSEMBLY, IS_WHOLE and IS_UNMASKED, HEAD_DIM_VO, PADDED_VO,
+        )  # fmt: skip
+        if V_GRANULARITY == "page" or V_GRANULARITY == "token":
+            value_scales = load_key_scales(v_cache[2], v_cache[3], v_cache[4], page, slot, is_read, V_GRANULARITY)
+            if tl.float32 == CODE_DTYPE:
+                weights *= value_scales[None, :]
+            else:
+                weights, value_unit, unit_change = weigh_by_key_scales(
+                    weights, value_scales, admitted, value_unit, IS_UNMASKED
+                )
+                rescale *= unit_change
+        if tl.float32 != CODE_DTYPE:
+            weights = (weights * P_SCALE).to(tl.float16)
+        acc = dot(weights, v, acc * rescale[:, None])
+        acc_odd = dot(weights, v_odd, acc_odd * rescale[:, None])
+    return acc, acc_odd, new_max, row_sum, value_unit
+
+
+@triton.jit
+def load_query(q_ptr, starts, is_live, dim, stride_dim, HEAD_DIM: tl.constexpr):  # [TILE_M] twice, [DIMS]
+    """Some dimensions of a tile's query rows, [TILE_M, DIMS]; 0 in lanes of no row."""
+    ptrs = q_ptr + starts[:, None] + (dim.to(tl.int64) * stride_dim)[None, :]
+    return tl.load(ptrs, mask=is_live[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
 
 
 @triton.jit
@@ -411,7 +609,10 @@ def locate_keys(
     HAS_LISTS: tl.constexpr,
     NEEDS_POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """Logical position of every key, and where its K and V start from the cache's head. [COORD-SLOT, COORD-WIDE]"""
+    """Position, page and slot of every key, and where its K and V start from the cache's head. [COORD-SLOT, COORD-WIDE]
+
+    The position is the logical one where it is needed.
+    """
     kv_idx = key
     if HAS_LISTS:
         slot = tl.load(lists[0] + key, mask=is_key, other=0)
@@ -422,22 +623,32 @@ def locate_keys(
     else:
         page = tl.load(page_row + key // PAGE_SIZE, mask=is_key, other=0).to(tl.int64)
         offset = (key % PAGE_SIZE).to(tl.int64)
-    k_strides = k_cache[1]
-    v_strides = v_cache[1]
-    return kv_idx, page * k_strides[0] + offset * k_strides[1], page * v_strides[0] + offset * v_strides[1]
+        slot = page * PAGE_SIZE + offset
+    k_start = find_slots(page, offset, slot, k_cache[1])
+    v_start = find_slots(page, offset, slot, v_cache[1])
+    return kv_idx, page, slot, k_start, v_start
+
+
+@triton.jit
+def find_slots(page, offset, slot, strides):
+    """Where slots start, as _cache_strides gives the strides."""
+    if strides[0] is None:
+        return slot * strides[1]
+    else:
+        return page * strides[0] + offset * strides[1]
 
 
 @triton.jit
 def admit_keys(
     key, is_key, kv_idx,  # [TILE_KV]
-    rule_rows, is_rule_row, q_idx,  # [ROWS]
+    mask_rows, is_rule_row, q_idx,  # [ROWS]
     request, lists, mask,
     MASK_FN: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Which keys are in E of each row, [ROWS, TILE_KV]. [MASK-BEFORE-MAX, SET-UNION]"""
-    mask_starts_ptr, mask_ends_ptr, total_q, mask_data_ptr = mask
-    admitted = is_in_intervals(rule_rows, is_rule_row, kv_idx, mask_starts_ptr, mask_ends_ptr, total_q, 1)
+    mask_starts_ptr, mask_ends_ptr, mask_data_ptr = mask
+    admitted = is_in_intervals(mask_rows, is_rule_row, kv_idx[None, :], mask_starts_ptr, mask_ends_ptr)
     if HAS_WINDOW:
         is_member = tl.load(lists[2] + key, mask=is_key, other=0) != 0
         distance = q_idx[:, None] - kv_idx[None, :]

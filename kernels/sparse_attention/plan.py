@@ -26,7 +26,9 @@ from attnconform.kernels.sparse_attention.candidates import (
     first_index,
     lists_per_block,
 )
+from attnconform.kernels.sparse_attention.dropout import Dropout
 from attnconform.kernels.sparse_attention.errors import PlanError
+from attnconform.kernels.sparse_attention.quantization import KVQuantization, scale_shape
 from attnconform.kernels.sparse_attention.rules import (
     MaskRule,
     QueryRows,
@@ -51,7 +53,8 @@ class Plan:
     positions ascending and unique. List numbers are row-major over (request, block of q_block_size query rows, head
     list), with num_qo_heads, num_kv_heads or 1 head lists (`lists_per_block`). An entry that is a member is a candidate
     of every row of its list; any other only of rows with 0 <= q_idx - kv_idx < window.
-    Mask: row r may see kv_idx where mask_starts[0, r] <= kv_idx < mask_ends[0, r], and mask_fn agrees.
+    Mask: row r may see kv_idx where mask_starts[0, r] <= kv_idx < mask_ends[0, r], and mask_fn agrees; with a row of
+    intervals per query head where has_head_mask. q and out have the plan's dtype; a quantized cache has its codes'.
     """
 
     num_qo_heads: int
@@ -80,15 +83,23 @@ class Plan:
     list_slots: Tensor | None  # (num_entries,) int64
     list_members: Tensor | None  # (num_entries,) bool
 
-    mask_starts: Tensor  # (1, total_q) int32
-    mask_ends: Tensor  # (1, total_q) int32
+    mask_starts: Tensor  # (1 or num_qo_heads, total_q) int32
+    mask_ends: Tensor  # likewise
     mask_fn: triton.JITFunction | None
     mask_data: Tensor | None
     score_codes: tuple[int, ...]
     score_params: Tensor  # (num_score_rules, num_qo_heads) float32
+    score_tables: Tensor | None  # flat float32, as LoweredScore
+    score_reaches: Tensor | None  # (num_score_rules, 2) int32, as LoweredScore
+    score_table_sizes: tuple[int, ...]  # as LoweredScore
     sink_logits: Tensor | None  # (num_qo_heads,) float32
 
     launches: tuple[Launch, ...]
+
+    k_quant: KVQuantization | None = None
+    v_quant: KVQuantization | None = None
+    dropout_words: Tensor | None = None  # (3,) int32, as Dropout.words; the seed may be edited between runs
+    dropout_scale: float | None = None  # what a kept edge weighs
 
     @property
     def batch_size(self) -> int:
@@ -102,6 +113,11 @@ class Plan:
     def group_size(self) -> int:
         return self.num_qo_heads // self.num_kv_heads
 
+    @property
+    def has_head_mask(self) -> bool:
+        """Whether a row's interval depends on the query head."""
+        return self.mask_starts.shape[0] > 1
+
     @cached_property
     def tensor_shapes(self) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
         """Name, shape and dtype of the tensors of a run: q, k_cache, v_cache, out, lse."""
@@ -109,10 +125,20 @@ class Plan:
         cache = (self.num_pages, *(tokens if self.layout == "NHD" else tokens[::-1]))
         return (
             ("q", (*rows, self.head_dim_qk), self.dtype),
-            ("k_cache", (*cache, self.head_dim_qk), self.dtype),
-            ("v_cache", (*cache, self.head_dim_vo), self.dtype),
+            ("k_cache", (*cache, self.head_dim_qk), self.k_quant.dtype if self.k_quant else self.dtype),
+            ("v_cache", (*cache, self.head_dim_vo), self.v_quant.dtype if self.v_quant else self.dtype),
             ("out", (*rows, self.head_dim_vo), self.dtype),
             ("lse", rows, torch.float32),
+        )
+
+    @cached_property
+    def scale_shapes(self) -> tuple[tuple[str, tuple[int, ...] | None], ...]:
+        """Name and shape of the scales of a run, None where a cache is not quantized: k_scale, v_scale."""
+        sizes = {"num_pages": self.num_pages, "page_size": self.page_size, "num_kv_heads": self.num_kv_heads}
+        quants = (("k_scale", self.k_quant, self.head_dim_qk), ("v_scale", self.v_quant, self.head_dim_vo))
+        return tuple(
+            (name, None if quant is None else scale_shape(quant, head_dim=head_dim, **sizes))
+            for name, quant, head_dim in quants
         )
 
     @property
@@ -152,6 +178,9 @@ def plan(
     num_kv_splits: int | None = None,
     tile_kv: int | None = None,
     layout: Literal["NHD", "HND"] = "NHD",
+    k_quant: KVQuantization | None = None,  # k_cache holds codes, and each run is given k_scale
+    v_quant: KVQuantization | None = None,  # likewise, apart
+    dropout: Dropout | None = None,
 ) -> Plan:
     """Everything a run needs, checked. [PLAN, SET-RANGE, COORD-PAGE-RANGE, SAFE-SHAPE]
 
@@ -173,6 +202,7 @@ def plan(
         num_kv_splits=num_kv_splits,
         num_processors=_count_processors(device),
         has_score_rules=bool(score_rules),
+        is_quantized=k_quant is not None or v_quant is not None,
     )
     _check_geometry(geometry, page_size, num_pages)
     if candidates is not None:
@@ -182,7 +212,7 @@ def plan(
     _check_requests(indptr, lengths)
     table = _check_page_table(page_table, lengths, page_size, num_pages)
     offsets = lengths - indptr.diff() if q_offset is None else _to_int64("q_offset", q_offset, device)
-    rows = _query_rows(indptr, lengths, offsets)
+    rows = _query_rows(indptr, lengths, offsets, num_qo_heads)
     mask = lower_mask(mask_rule, rows)
     score = lower_score(tuple(score_rules), num_qo_heads, device)
     blocks = cut_row_blocks(indptr, offsets, candidates.q_block_size if candidates else max(1, int(indptr[-1])))
@@ -228,8 +258,15 @@ def plan(
         mask_data=mask.mask_data,
         score_codes=score.codes,
         score_params=score.params,
+        score_tables=score.tables,
+        score_reaches=score.reaches,
+        score_table_sizes=score.table_sizes,
         sink_logits=_check_sink_logits(sink_logits, num_qo_heads, device),
         launches=build_launches(blocks, lists, mask, geometry, window if candidates else None),
+        k_quant=k_quant,
+        v_quant=v_quant,
+        dropout_words=dropout.words(device) if dropout else None,
+        dropout_scale=dropout.keep_scale if dropout else None,
     )
 
 
@@ -323,7 +360,7 @@ def _check_page_table(page_table: Tensor, seqlen_kv: Tensor, page_size: int, num
     return torch.where(is_used, table, -1).int().contiguous()
 
 
-def _query_rows(qo_indptr: Tensor, seqlen_kv: Tensor, q_offset: Tensor) -> QueryRows:
+def _query_rows(qo_indptr: Tensor, seqlen_kv: Tensor, q_offset: Tensor, num_qo_heads: int) -> QueryRows:
     """Request, logical position and length of every query row. [COORD-ROW, MASK-OFFSET]"""
     if q_offset.numel() != seqlen_kv.numel():
         raise PlanError("SAFE-SHAPE", "len(q_offset)", q_offset.numel(), f"must be {seqlen_kv.numel()}")
@@ -332,7 +369,7 @@ def _query_rows(qo_indptr: Tensor, seqlen_kv: Tensor, q_offset: Tensor) -> Query
         index = first_index(is_bad)
         raise PlanError("SAFE-SHAPE", "q_offset", int(q_offset[index]), "positions must lie within 31 bits", index)
     request, local = enumerate_runs(qo_indptr.diff())
-    return QueryRows(request, q_offset[request] + local, seqlen_kv[request], seqlen_kv.numel())
+    return QueryRows(request, q_offset[request] + local, seqlen_kv[request], seqlen_kv.numel(), num_qo_heads)
 
 
 def _check_candidates(candidates: CandidateLists) -> None:

@@ -1,10 +1,11 @@
 """Mask and score rules of the sparse attention kernels, and how they reach the GPU.
 
 Every built-in mask rule lets a query see one interval around its own position. Intervals that share a point intersect
-and join to intervals, so any tree of And and Or comes down to one interval per query row, computed when a plan is
-made. A kernel compares positions with it: window sizes, prefixes and documents are data, nothing of a tree is compiled
-in, and the work list skips what no interval touches. Score rules become a short program of codes, compiled in, over a
-table of per-head parameters. Rules see logical positions and query heads only. [COORD-LOGICAL]
+and join to intervals, so any tree of And and Or comes down to one interval per query row, and per query head where a
+HeadWindow is in it, computed when a plan is made. A kernel compares positions with it: window sizes, prefixes and
+documents are data, nothing of a tree is compiled in, and the work list skips what no interval touches. Score rules
+become a short program of codes, compiled in, over a table of per-head parameters and, for relative biases, tables that
+are data too. Rules see logical positions and query heads only. [COORD-LOGICAL]
 """
 
 from __future__ import annotations
@@ -40,6 +41,21 @@ class Window:
         for name, size in (("window_left", self.left), ("window_right", self.right)):
             if size is not None and size < 0:
                 raise PlanError("MASK-WINDOW", name, size, "must be None or at least 0")
+
+
+@dataclass(frozen=True)
+class HeadWindow:
+    """Each query head has a window of its own. [MASK-HEAD-WINDOW]"""
+
+    left: tuple[int | None, ...]  # (num_qo_heads,) positions before the query's own; None is unlimited
+    right: tuple[int | None, ...]  # (num_qo_heads,) positions after it
+
+    def __post_init__(self) -> None:
+        _check_length("right", len(self.right), len(self.left))
+        for name, sizes in (("left", self.left), ("right", self.right)):
+            for h, size in enumerate(sizes):
+                if size is not None and size < 0:
+                    raise PlanError("MASK-HEAD-WINDOW", name, size, "must be None or at least 0", (h,))
 
 
 @dataclass(frozen=True)
@@ -112,8 +128,22 @@ class SoftCap:
             raise PlanError("SAFE-FINITE", "cap", self.cap, "must be finite and above 0")
 
 
-MaskRule = Causal | Window | PrefixLM | Document | And | Or | Custom
-ScoreRule = Alibi | SoftCap
+@dataclass(frozen=True)
+class RelativeBias:
+    """Adds tables[h][clip(kv_idx - q_idx, -D, D) + D] to the score. [SCORE-RELATIVE, SCORE-HEAD]"""
+
+    tables: tuple[tuple[float, ...], ...]  # (num_qo_heads, 2 D + 1)
+
+    def __post_init__(self) -> None:
+        for h, table in enumerate(self.tables):
+            _check_length(f"tables[{h}]", len(table), len(self.tables[0]))
+            if len(table) % 2 == 0:
+                raise PlanError("SCORE-RELATIVE", f"len(tables[{h}])", len(table), "must be odd")
+            _check_finite("tables", table, (h,))
+
+
+MaskRule = Causal | Window | HeadWindow | PrefixLM | Document | And | Or | Custom
+ScoreRule = Alibi | SoftCap | RelativeBias
 
 
 def _check_not_empty(rules: tuple[MaskRule, ...]) -> None:
@@ -129,19 +159,24 @@ class QueryRows:
     position: Tensor  # (total_q,) int64, may be negative
     seqlen_kv: Tensor  # (total_q,) int64
     batch_size: int
+    num_qo_heads: int = 1
 
 
 @dataclass(frozen=True, eq=False)
 class LoweredMask:
-    """Row r may see kv position j where starts[0, r] <= j < ends[0, r], and mask_fn agrees."""
+    """Row r and head h may see kv position j where starts[h, r] <= j < ends[h, r], and mask_fn agrees.
 
-    starts: Tensor  # (1, total_q) int32, within [0, seqlen_kv]
-    ends: Tensor  # (1, total_q) int32, at least starts
+    One row of intervals serves all heads unless a rule tells them apart.
+    """
+
+    starts: Tensor  # (1 or num_qo_heads, total_q) int32, within [0, seqlen_kv]
+    ends: Tensor  # likewise
     mask_fn: triton.JITFunction | None
     mask_data: Tensor | None
 
 
-Interval = tuple[Tensor, Tensor]  # first position and past the last, (total_q,) int64, around the row's own position
+# First position and past the last, around the row's own position; (total_q,) or (num_qo_heads, total_q) int64.
+Interval = tuple[Tensor, Tensor]
 
 
 def lower_mask(rule: MaskRule | None, rows: QueryRows) -> LoweredMask:
@@ -158,8 +193,8 @@ def lower_mask(rule: MaskRule | None, rows: QueryRows) -> LoweredMask:
     zero = torch.zeros_like(start)
     custom = customs[0] if customs else None
     return LoweredMask(
-        starts=torch.clamp(start, zero, rows.seqlen_kv).int()[None],
-        ends=torch.clamp(end, zero, rows.seqlen_kv).int()[None],
+        starts=torch.atleast_2d(torch.clamp(start, zero, rows.seqlen_kv).int()).contiguous(),
+        ends=torch.atleast_2d(torch.clamp(end, zero, rows.seqlen_kv).int()).contiguous(),
         mask_fn=custom.mask_fn if custom else None,
         mask_data=custom.data if custom else None,
     )
@@ -174,6 +209,9 @@ def _allowed_interval(rule: MaskRule, rows: QueryRows) -> Interval:
         case Window(left, right):
             first = first if left is None else rows.position - left
             return first, past if right is None else rows.position + right + 1
+        case HeadWindow(left, right):
+            before = _window_sizes("left", left, rows)
+            return rows.position - before, rows.position + _window_sizes("right", right, rows) + 1
         case PrefixLM(prefix_len):
             return first, torch.maximum(_per_row("prefix_len", prefix_len, rows), rows.position + 1)
         case Document(starts):
@@ -194,6 +232,13 @@ def _intersect(a: Interval, b: Interval) -> Interval:
 def _join(a: Interval, b: Interval) -> Interval:
     """Both hold the row's own position, so nothing lies between them."""
     return torch.minimum(a[0], b[0]), torch.maximum(a[1], b[1])
+
+
+def _window_sizes(name: str, sizes: tuple[int | None, ...], rows: QueryRows) -> Tensor:
+    """Positions on one side of each head's queries, (num_qo_heads, 1)."""
+    _check_length(name, len(sizes), rows.num_qo_heads)
+    reaches = [_FAR if size is None else size for size in sizes]
+    return torch.tensor(reaches, dtype=torch.int64, device=rows.position.device)[:, None]
 
 
 def _per_row(name: str, per_request: tuple[int, ...], rows: QueryRows) -> Tensor:
@@ -227,59 +272,83 @@ def _check_length(name: str, got: int, want: int) -> None:
 
 ALIBI = tl.constexpr(0)
 SOFT_CAP = tl.constexpr(1)
+RELATIVE_BIAS = tl.constexpr(2)
 
 
 @dataclass(frozen=True, eq=False)
 class LoweredScore:
-    """Codes in order of application, compiled in, and one parameter per rule and query head, data."""
+    """Codes in order of application, compiled in, and their numbers, data."""
 
     codes: tuple[int, ...]
     params: Tensor  # (num_rules, num_qo_heads) float32: slope, or cap
+    # Both None where no rule is a relative bias: an argument that is absent costs a kernel nothing.
+    tables: Tensor | None  # flat float32: the tables of every relative bias, (num_qo_heads, 2 D + 1) each
+    reaches: Tensor | None  # (num_rules, 2) int32: where a rule's tables start, and its D
+    table_sizes: tuple[int, ...]  # (num_rules,) 2 D + 1; 0 for rules without a table
 
 
 def lower_score(rules: tuple[ScoreRule, ...], num_qo_heads: int, device: torch.device) -> LoweredScore:
     """The program of the score rules. [SCORE-ORDER, SCORE-HEAD]"""
     codes: list[int] = []
     params: list[tuple[float, ...]] = []
+    reaches: list[tuple[int, int]] = []
+    entries: list[float] = []
     for rule in rules:
+        reaches.append((len(entries), 0))
         match rule:
             case Alibi(slopes):
                 _check_length("slopes", len(slopes), num_qo_heads)
-                _check_finite(slopes)
+                _check_finite("slopes", slopes)
                 codes.append(ALIBI.value)
                 params.append(tuple(slopes))
             case SoftCap(cap):
                 codes.append(SOFT_CAP.value)
                 params.append((cap,) * num_qo_heads)
+            case RelativeBias(tables):
+                _check_length("tables", len(tables), num_qo_heads)
+                codes.append(RELATIVE_BIAS.value)
+                params.append((0.0,) * num_qo_heads)
+                reaches[-1] = (len(entries), len(tables[0]) // 2)
+                entries += [entry for table in tables for entry in table]
             case _:
-                raise PlanError("SCORE-ORDER", "score_rules", repr(rule), "must be Alibi or SoftCap")
-    table = torch.tensor(params, dtype=torch.float32, device=device).reshape(len(codes), num_qo_heads)
-    return LoweredScore(codes=tuple(codes), params=table)
+                limit = "must be Alibi, SoftCap or RelativeBias"
+                raise PlanError("SCORE-ORDER", "score_rules", repr(rule), limit)
+    return LoweredScore(
+        codes=tuple(codes),
+        params=torch.tensor(params, dtype=torch.float32, device=device).reshape(len(codes), num_qo_heads),
+        tables=torch.tensor(entries, dtype=torch.float32, device=device) if entries else None,
+        reaches=torch.tensor(reaches, dtype=torch.int32, device=device) if entries else None,
+        table_sizes=tuple(len(rule.tables[0]) if isinstance(rule, RelativeBias) else 0 for rule in rules),
+    )
 
 
-def _check_finite(slopes: tuple[float, ...]) -> None:
-    for h, slope in enumerate(slopes):
-        if not math.isfinite(slope):
-            raise PlanError("SAFE-FINITE", "slopes", slope, "must be finite", (h,))
+def _check_finite(name: str, values: tuple[float, ...], index: tuple[int, ...] = ()) -> None:
+    for at, value in enumerate(values):
+        if not math.isfinite(value):
+            raise PlanError("SAFE-FINITE", name, value, "must be finite", (*index, at))
+
+
+@triton.jit
+def interval_rows(rows, heads, total_q, HAS_HEAD_MASK: tl.constexpr):  # [TILE_M]
+    """Where the intervals of rows and heads stand in the lowered mask, [TILE_M]."""
+    if HAS_HEAD_MASK:
+        return heads.to(tl.int64) * total_q + rows
+    else:
+        return rows
 
 
 @triton.jit
 def is_in_intervals(
-    rows,  # [ROWS] global query rows
+    mask_rows,  # [ROWS] as interval_rows gives them
     is_row,  # [ROWS] False: padding, allowed nothing
-    kv_idx,  # [TILE_KV] logical positions
+    kv_idx,  # [ROWS or 1, TILE_KV] logical positions
     mask_starts_ptr,
     mask_ends_ptr,
-    total_q,
-    NUM_INTERVALS: tl.constexpr,
 ):
     """Which positions the lowered mask allows each row, [ROWS, TILE_KV]. [MASK-BEFORE-MAX]"""
-    allowed = kv_idx[None, :] < 0
-    for interval in tl.static_range(NUM_INTERVALS):
-        start = tl.load(mask_starts_ptr + interval * total_q + rows, mask=is_row, other=0)
-        end = tl.load(mask_ends_ptr + interval * total_q + rows, mask=is_row, other=0)
-        allowed = allowed | ((kv_idx[None, :] >= start[:, None]) & (kv_idx[None, :] < end[:, None]))
-    return allowed
+    start = tl.load(mask_starts_ptr + mask_rows, mask=is_row, other=0)
+    end = tl.load(mask_ends_ptr + mask_rows, mask=is_row, other=0)
+    return (kv_idx >= start[:, None]) & (kv_idx < end[:, None])
 
 
 @triton.jit
@@ -290,17 +359,22 @@ def apply_score_rules(
     q_idx,  # [ROWS] logical positions, ROWS being 1 or TILE_M
     kv_idx,  # [TILE_KV]
     score_params_ptr,
+    score_tables_ptr,
+    score_reaches_ptr,
     num_qo_heads,
     unit,  # LOG2_E where scores are to be in base 2
     CODES: tl.constexpr,
 ):
     """Scores after every rule, in the order listed and in the unit given. [SCORE-ORDER]
 
-    Slopes and caps are scores themselves, so in another unit they are as many times larger.
+    Slopes, caps and biases are scores themselves, so in another unit they are as many times larger.
     """
     for rule in tl.static_range(len(CODES)):
         param = tl.load(score_params_ptr + rule * num_qo_heads + heads, mask=is_live, other=1.0) * unit
-        if CODES[rule] == ALIBI:
+        if CODES[rule] == RELATIVE_BIAS:
+            distance = kv_idx[None, :] - q_idx[:, None]
+            scores += unit * load_biases(distance, heads, is_live, score_tables_ptr, score_reaches_ptr + 2 * rule)
+        elif CODES[rule] == ALIBI:
             # Converting an integer costs four products. Positions relative to a row's are converted one by one and
             # not pair by pair, and lose no more than the distance itself would.
             origin = tl.max(q_idx, axis=0)
@@ -310,6 +384,27 @@ def apply_score_rules(
         else:
             scores = param[:, None] * tanh(scores * (1.0 / param)[:, None])
     return scores
+
+
+@triton.jit
+def load_biases(
+    distance,  # [TILE_M or 1, TILE_KV] kv_idx - q_idx
+    heads,  # [TILE_M] query heads
+    is_live,  # [TILE_M]
+    score_tables_ptr,
+    reach_ptr,  # of one rule
+):
+    """What a relative bias adds to each edge, [TILE_M, TILE_KV]; 0 in lanes of no row. [SCORE-RELATIVE]"""
+    entry, reach = clip_distance(distance, reach_ptr)
+    starts = tl.load(reach_ptr) + heads * (2 * reach + 1)
+    return tl.load(score_tables_ptr + starts[:, None] + entry, mask=is_live[:, None], other=0.0)
+
+
+@triton.jit
+def clip_distance(distance, reach_ptr):
+    """Entry of a distance in a head's table, from 0 to 2 D, and D."""
+    reach = tl.load(reach_ptr + 1)
+    return tl.minimum(tl.maximum(distance, -reach), reach) + reach, reach
 
 
 @triton.jit

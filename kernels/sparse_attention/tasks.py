@@ -86,6 +86,7 @@ class Geometry:
     num_kv_splits: int | None
     num_processors: int
     has_score_rules: bool = False
+    is_quantized: bool = False  # either cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +139,7 @@ def _largest_tile_m(geometry: Geometry) -> int:
     if max(geometry.head_dim_qk, geometry.head_dim_vo) > 128:
         return LARGE_TILE_M // 4
     # a rule's own values are as large as the scores, and would be spilled
-    return LARGE_TILE_M // 2 if geometry.has_score_rules else LARGE_TILE_M
+    return LARGE_TILE_M // 2 if geometry.has_score_rules or geometry.is_quantized else LARGE_TILE_M
 
 
 def choose_shape(max_rows: int, cap: int, heads: int, geometry: Geometry, num_blocks: int) -> TileShape:
@@ -167,7 +168,8 @@ def _decode_shape(num_tiles: int, is_wide: bool, geometry: Geometry) -> tuple[in
     elif num_tiles <= geometry.num_processors * PROGRAMS_PER_PROCESSOR:
         tile_kv, num_warps, num_stages = 128, 4, 2
     else:
-        tile_kv, num_warps, num_stages = 64, 2, 4
+        # codes are half as many bytes, so that one more stage keeps as many in flight
+        tile_kv, num_warps, num_stages = 64, 2, 5 if geometry.is_quantized else 4
     return geometry.tile_kv or tile_kv, num_warps, num_stages
 
 
@@ -185,12 +187,14 @@ def _build_tiles(
     owner, start, q_count = cut_ranges(blocks.q_count[block], shape.tile_q)
     block = block[owner]
     q_start = blocks.q_start[block] + start
-    spans = _mask_spans(q_start, q_count, mask)
     head_start, head_count, kv_head, list_head = _head_tiles(geometry, shape.heads_per_tile, block.device)
     num_head_tiles = head_start.numel()
+    spans = _mask_spans(q_start, q_count, head_count, mask)
     row_tile = torch.arange(block.numel(), device=block.device).repeat_interleave(num_head_tiles)
     head_tile = torch.arange(num_head_tiles, device=block.device).repeat(block.numel())
-    kv_start, kv_end, full_start, full_end = (bound[row_tile] for bound in spans)
+    # One row of spans serves all head tiles unless the mask tells heads apart.
+    span_row = head_tile if mask.starts.shape[0] > 1 else torch.zeros_like(head_tile)
+    kv_start, kv_end, full_start, full_end = (bound[span_row, row_tile] for bound in spans)
     if lists is not None:
         full_end = _before_partial_windows(full_end, blocks, block[row_tile], window)
         list_idx = block[row_tile] * (int(list_head.max()) + 1) + list_head[head_tile]
@@ -220,25 +224,43 @@ def _head_tiles(geometry: Geometry, heads: int, device: torch.device) -> tuple[T
     return head_start, count, kv_head, list_head
 
 
-def _mask_spans(q_start: Tensor, q_count: Tensor, mask: LoweredMask) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Positions that some row of a row tile may see (a hull), and a run that all its rows may see."""
+def _mask_spans(
+    q_start: Tensor,
+    q_count: Tensor,
+    head_count: Tensor,  # (num_head_tiles,)
+    mask: LoweredMask,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Positions that some row and head of a tile may see (a hull), and a run that all of them may see.
+
+    (num_head_tiles, num_row_tiles), or (1, num_row_tiles) where heads see alike.
+    """
     owner, rank = enumerate_runs(q_count)
     rows = q_start[owner] + rank
-    starts, ends = mask.starts[0, rows].long(), mask.ends[0, rows].long()
+    starts, ends = mask.starts[:, rows].long(), mask.ends[:, rows].long()
     is_empty = starts >= ends
 
-    def reduce_rows(values: Tensor, how: str) -> Tensor:
-        return values.new_zeros(q_count.numel()).scatter_reduce(0, owner, values, how, include_self=False)
+    def reduce(values: Tensor, how: str) -> Tensor:
+        """Over the rows of every row tile, then over the heads of every head tile."""
+        values = reduce_groups(values.T, owner, q_count.numel(), how).T
+        if len(values) == 1:
+            return values
+        return reduce_groups(values, enumerate_runs(head_count)[0], head_count.numel(), how)
 
-    kv_end = reduce_rows(torch.where(is_empty, 0, ends), "amax")
-    kv_start = torch.minimum(reduce_rows(torch.where(is_empty, _NO_POSITION, starts), "amin"), kv_end)
-    full_start = torch.clamp(reduce_rows(starts, "amax"), kv_start, kv_end)
-    full_end = torch.clamp(reduce_rows(ends, "amin"), full_start, kv_end)
+    kv_end = reduce(torch.where(is_empty, 0, ends), "amax")
+    kv_start = torch.minimum(reduce(torch.where(is_empty, _NO_POSITION, starts), "amin"), kv_end)
+    full_start = torch.clamp(reduce(starts, "amax"), kv_start, kv_end)
+    full_end = torch.clamp(reduce(ends, "amin"), full_start, kv_end)
     # A jit function may refuse any key, so that no run is known to be allowed.
     return kv_start, kv_end, full_start, full_end if mask.mask_fn is None else full_start
 
 
 _NO_POSITION = 2**31 - 1  # lengths are below it
+
+
+def reduce_groups(values: Tensor, group: Tensor, num_groups: int, how: str) -> Tensor:
+    """Values (n, m) reduced over the rows of each group, (num_groups, m)."""
+    index = group[:, None].expand_as(values)
+    return values.new_zeros((num_groups, values.shape[1])).scatter_reduce(0, index, values, how, include_self=False)
 
 
 def _before_partial_windows(full_end: Tensor, blocks: RowBlocks, block: Tensor, window: int | None) -> Tensor:

@@ -28,6 +28,7 @@ from attnconform.kernels.sparse_attention.index import (
 )
 from attnconform.kernels.sparse_attention.numerics import IS_INTERPRETED
 from attnconform.kernels.sparse_attention.plan import Plan
+from attnconform.kernels.sparse_attention.quantization import KVQuantization
 from attnconform.kernels.sparse_attention.rules import ScoreRule, lower_score
 from attnconform.kernels.sparse_attention.tasks import (
     MERGE_FIELDS,
@@ -136,6 +137,8 @@ def plan_tier(
     sink_logits: Tensor | None = None,  # (num_qo_heads,) float32
     num_kv_splits: int | None = None,
     layout: Literal["NHD", "HND"] = "NHD",
+    k_quant: KVQuantization | None = None,
+    v_quant: KVQuantization | None = None,
 ) -> Tier:
     """A tier for one query row a request, at the last committed position; it sees what its list admits.
 
@@ -162,6 +165,7 @@ def plan_tier(
         tile_kv=None,
         num_kv_splits=num_kv_splits,
         num_processors=processors,
+        is_quantized=k_quant is not None or v_quant is not None,
     )
     lists_per_row = lists_per_block(sharing, num_qo_heads, num_kv_heads)
     heads = 1 if sharing == "query_head" else min(num_qo_heads // num_kv_heads, MIN_TILE_M)
@@ -203,8 +207,13 @@ def plan_tier(
         mask_data=None,
         score_codes=score.codes,
         score_params=score.params,
+        score_tables=score.tables,
+        score_reaches=score.reaches,
+        score_table_sizes=score.table_sizes,
         sink_logits=sink_logits,
         launches=(launch,),
+        k_quant=k_quant,
+        v_quant=v_quant,
     )
     return _make_tier(plan, capacity, max_seqlen_kv, granularity, block_size, len(tiles[0]), num_splits)
 

@@ -79,7 +79,7 @@ def rule_block_mask(
         return block_mask
 
     def element(head: int, q_idx: IntArray, kv_idx: IntArray) -> BoolArray:
-        return mask_allows(rule, request, q_idx, kv_idx)
+        return mask_allows(rule, request, q_idx, kv_idx, head)
 
     return settle_blocks(block_mask, extent, element)
 
@@ -112,8 +112,8 @@ def settle_blocks(block_mask: BlockMask, extent: Extent, element: ElementMask) -
 def element_mask(rule: MaskRule | None, extent: Extent, *, request: int = 0, num_heads: int = 1) -> BoolArray:
     """The dense mask of a rule, (num_heads, seqlen_q, seqlen_kv), at the rows' logical positions. [BLOCK-OFFSET]"""
     q_idx = extent.q_offset + np.arange(extent.seqlen_q)[:, None]
-    dense = mask_allows(rule, request, q_idx, np.arange(extent.seqlen_kv))
-    return np.repeat(dense[None], num_heads, axis=0)
+    heads = [mask_allows(rule, request, q_idx, np.arange(extent.seqlen_kv), head) for head in range(num_heads)]
+    return np.stack(heads)
 
 
 def assemble(extent: Extent, num_heads: int, full: BlockLists, partial: BlockLists) -> BlockMask:

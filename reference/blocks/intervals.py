@@ -1,6 +1,6 @@
 """Mask rules as intervals of key positions, from which block masks follow without looking at elements.
 
-Causal, Window, PrefixLM and Document allow a query at i one interval of the integers, and i lies in it. And and Or of
+Causal, windows, PrefixLM and Document allow a query at i one interval of the integers, and i lies in it. And and Or of
 intervals that share a point are intervals around that point again, so every composition of these rules is one. Its
 ends never fall as i grows. Both facts together say everything about a block of consecutive queries a .. b: what some
 row sees is [lo(a), hi(b)], without a gap, and what every row sees is [lo(b), hi(a)].
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from attnconform.reference.coordinates import IntArray
-from attnconform.reference.rules import And, Causal, Document, MaskRule, Or, PrefixLM, Window
+from attnconform.reference.rules import And, Causal, Document, HeadWindow, MaskRule, Or, PrefixLM, Window
 
 FAR = 2**62  # past every position; a limit that no rule sets
 
@@ -58,7 +58,7 @@ def is_interval_rule(rule: MaskRule | None) -> bool:
     match rule:
         case And(rules) | Or(rules):
             return all(is_interval_rule(part) for part in rules)
-        case None | Causal() | Window() | PrefixLM() | Document():
+        case None | Causal() | Window() | HeadWindow() | PrefixLM() | Document():
             return True
         case _:
             return False
@@ -71,8 +71,9 @@ def _intervals(rule: MaskRule | None, request: int, q_idx: IntArray, qo_head: in
         case Causal():
             return Intervals(np.full(q_idx.shape, -FAR), q_idx)
         case Window(left, right):
-            every = everything(q_idx)
-            return Intervals(every.lo if left is None else q_idx - left, every.hi if right is None else q_idx + right)
+            return _window_intervals(left, right, q_idx)
+        case HeadWindow(lefts, rights):
+            return _window_intervals(lefts[qo_head], rights[qo_head], q_idx)
         case PrefixLM(prefix_len):
             return Intervals(np.full(q_idx.shape, -FAR), np.maximum(q_idx, prefix_len[request] - 1))
         case Document(starts):
@@ -85,6 +86,11 @@ def _intervals(rule: MaskRule | None, request: int, q_idx: IntArray, qo_head: in
             return Intervals(np.minimum.reduce([p.lo for p in parts]), np.maximum.reduce([p.hi for p in parts]))
         case _:
             return opaque
+
+
+def _window_intervals(left: int | None, right: int | None, q_idx: IntArray) -> Intervals:
+    every = everything(q_idx)
+    return Intervals(every.lo if left is None else q_idx - left, every.hi if right is None else q_idx + right)
 
 
 def _document_intervals(starts: IntArray, q_idx: IntArray) -> Intervals:

@@ -24,6 +24,7 @@ from attnconform.conformance.judge.membership import check_membership
 from attnconform.conformance.judge.values import check_values
 from attnconform.conformance.kill_matrix import kill_matrix_command, reseed, run
 from attnconform.conformance.policies import POLICIES, Policy, Sample
+from attnconform.conformance.report.kill_html import write_kill_html
 from attnconform.reference.coordinates import Positions
 from attnconform.reference.problem import AttentionProblem, QueryRow
 from attnconform.reference.steps import Steps
@@ -116,6 +117,37 @@ def test_the_command_writes_json_and_says_by_its_exit_code_whether_all_is_well(t
     assert [d["id"] for d in written["deviations"]] == ["accepts-a-multiset"]
     with pytest.raises(ValueError, match="select is 'no-such-thing'"):
         kill_matrix_command(select="no-such-thing", console=console)
+
+
+def test_several_seeds_judge_every_case_under_each() -> None:
+    once, twice = (run([HARMLESS], [], CASES[:2], seeds=seeds).deviations[0] for seeds in (1, 2))
+    assert (once.judged, twice.judged) == (2, 4)
+    assert run([DEVIATIONS["counts-a-duplicate-twice"]], [VARIANTS["returns-no-lse"]], CASES[:2], seeds=2).is_ok
+
+
+def test_the_command_judges_under_several_seeds_and_writes_a_page(tmp_path: Path) -> None:
+    path = tmp_path / "kill.html"
+    with (tmp_path / "out.txt").open("w") as file:
+        console = Console(file=file, width=200)
+        options = {"html_path": path, "select": "SET-FORM", "processes": 1, "console": console}
+        assert kill_matrix_command(seeds=2, **options) == 0  # type: ignore[arg-type]
+    assert "accepts-a-multiset" in path.read_text()
+
+
+def test_the_page_shows_deviations_by_area_policies_and_variants_and_needs_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "kill.html"
+    hostile = replace(HARMLESS, id="hostile", idea="<script>alert(1)</script>")
+    killed = DEVIATIONS["counts-a-duplicate-twice"]
+    result = run([killed, hostile], [VARIANTS["returns-no-lse"]], CASES[:2])
+    write_kill_html(result, path)
+    page = path.read_text()
+    assert '<h3 id="SET">' in page
+    for shown in (killed.id, "check_membership", killed.clause, "survived", "returns-no-lse", "NOT OK"):
+        assert shown in page, shown
+    assert all(policy.name.replace(">", "&gt;").replace("<", "&lt;") in page for policy in POLICIES)
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;alert" in page
+    assert not any(outside in page for outside in (' src="', "<link", "@import"))
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)

@@ -51,6 +51,30 @@ def test_without_a_backend_the_plugin_adds_nothing(miniatures):
     assert "1 passed" in done.stdout
 
 
+def test_a_poisoned_device_costs_a_worker_and_no_other_case(miniatures):
+    done = run_pytest(
+        miniatures, "--attn-backend", "miniatures:PoisonsTheDevice", "--attn-level", "L0", "-n", "1", "-v"
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("[gw")]
+    passed = {line.split()[-1].replace("::", ".") for line in lines if "PASSED" in line}
+    failed = {
+        line.split()[-1].replace("::", ".")
+        for line in done.stdout.splitlines()
+        if line.startswith("[gw") and "FAILED" in line
+    }
+    assert len(passed) == 4
+    assert len(failed) == 2
+    assert all("causal" in name for name in failed)
+
+
+def test_a_poisoned_device_ends_a_session_that_has_no_workers(miniatures):
+    done = run_pytest(miniatures, "--attn-backend", "miniatures:PoisonsTheDevice", "--attn-level", "L0")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "left this process unfit for other cases" in done.stdout
+    assert "1 failed" in done.stdout
+
+
 def test_an_unknown_backend_is_a_usage_error_of_one_line(miniatures):
     make_project(miniatures)
     done = run_pytest(miniatures, "--attn-backend", "nosuch")

@@ -1,6 +1,7 @@
 """Checks of the structures that a backend builds: the reference passes, every mistake is found and named."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,18 +21,27 @@ from attnconform.conformance.judge.trial import Trial
 from attnconform.conformance.judge.verdict import Finding
 from attnconform.conformance.structures import METHODS, Structures, offers, offers_any
 from attnconform.reference.block_mask import BlockMask
+from attnconform.reference.branches import Branch
 from attnconform.reference.candidates import HOLE
-from attnconform.reference.coordinates import IntArray
+from attnconform.reference.canonical import CanonicalRow
+from attnconform.reference.coordinates import IntArray, PageOffsets, Positions, Slots
 from attnconform.reference.errors import RefusedInput
+from attnconform.reference.page_pool import PagePool
+from attnconform.reference.plan_storage import WAIT
 from attnconform.reference.problem import AttentionProblem
 
 CASES = structure_cases(matrix("L1"))
 MISTAKES = [deviation for deviation in DEVIATIONS.values() if is_structural(deviation)]
-NEW_AREAS = ("FORMAT", "COST")
+NEW_AREAS = ("FORMAT", "COST", "PLAN", "FALLBACK")
 NEW_BLOCK_CLAUSES = {
     "BLOCK-RAGGED", "BLOCK-EXTENT", "BLOCK-CONSERVATIVE", "BLOCK-INTERVAL", "BLOCK-CANDIDATES", "BLOCK-INTERSECT",
     "BLOCK-UNITE", "BLOCK-BROADCAST-HEADS", "BLOCK-BROADCAST-BATCH", "BLOCK-OFFSET", "BLOCK-SLICE", "BLOCK-CROP",
     "BLOCK-ADMIT", "BLOCK-PHYSICAL", "BLOCK-UNTOUCHED", "BLOCK-STATISTICS",
+}  # fmt: skip
+NEW_LIST_CLAUSES = {
+    "SET-CANONICAL", "SET-VALIDATE", "SET-BRANCH-COVER", "SET-BRANCH-LARGER", "SET-BRANCH-GATES", "SET-BRANCH-SOFTMAX",
+    "GQA-MERGE-MAX", "GQA-MERGE-SUM", "GQA-MERGE-PRIVATE", "GQA-MERGE-TIE", "COORD-FORK", "COORD-COPY-ON-WRITE",
+    "COORD-FREE", "COORD-GENERATION", "MASK-LEAK",
 }  # fmt: skip
 
 
@@ -72,7 +82,7 @@ def test_structure_cases_are_tagged_with_what_their_checks_judge() -> None:
 
 
 def test_every_new_clause_has_a_check_and_a_mistake() -> None:
-    wanted = {i for i in clauses.CLAUSES if i.split("-")[0] in NEW_AREAS} | NEW_BLOCK_CLAUSES
+    wanted = {i for i in clauses.CLAUSES if i.split("-")[0] in NEW_AREAS} | NEW_BLOCK_CLAUSES | NEW_LIST_CLAUSES
     assert wanted <= set(STRUCTURE_CLAUSES)
     assert wanted <= {d.clause for d in MISTAKES}
     assert len(MISTAKES) >= len(wanted)
@@ -186,6 +196,60 @@ class ShufflesTasks(ReferenceStructures):
         return PhysicalBlockMask(sort_by_slot(right.full), sort_by_slot(right.partial))
 
 
+class ReordersTriples(ReferenceStructures):
+    """The order of triples and of merged entries is free, as long as each stays together."""
+
+    def canonical_row(self, dynamic, window, sinks, request, last_visible):  # type: ignore[no-untyped-def]
+        right = super().canonical_row(dynamic, window, sinks, request, last_visible)
+        order = np.argsort(right.slots.values)
+        where = PageOffsets(right.where.page[order], right.where.offset[order])
+        return CanonicalRow(Positions(right.positions.values[order]), where, Slots(right.slots.values[order]))
+
+    def merge_branches(self, parts, policy):  # type: ignore[no-untyped-def]
+        return Branch(*(array[::-1] for array in vars(super().merge_branches(parts, policy)).values()))
+
+
+class TakesTheLastFreePage(ReferenceStructures):
+    """Which free page is handed out, and what a handle looks like, is free."""
+
+    def page_pool(self, num_pages: int, page_size: int, num_rows: int):  # type: ignore[no-untyped-def]
+        class FromTheEnd(PagePool):
+            def _take(self, count: int) -> list[int]:
+                free = np.flatnonzero(self.readers == 0)
+                if len(free) < count:
+                    return super()._take(count)
+                self.readers[free[len(free) - count :]] = 1
+                return [int(page) for page in free[::-1][:count]]
+
+        return FromTheEnd(num_pages=num_pages, page_size=page_size, num_rows=num_rows)
+
+
+class KeysByMoreThanItMust(ReferenceStructures):
+    """A plan may be keyed by its device, and a mask by the dtype."""
+
+    def plan_key(self, call):  # type: ignore[no-untyped-def]
+        return super().plan_key(call), call.device, call.is_one_mask_for_heads
+
+    def mask_key(self, call):  # type: ignore[no-untyped-def]
+        return hash((super().mask_key(call), call.dtype, call.architecture, call.tier))
+
+
+class WritesTheLastFreeBuffer(ReferenceStructures):
+    """Which free buffer an update writes is free."""
+
+    def replay_storage(self, num_buffers, events):  # type: ignore[no-untyped-def]
+        right = super().replay_storage(num_buffers, events)
+        return [answer if answer == WAIT else num_buffers - 1 - answer for answer in right]
+
+
+class PutsTasksLast(ReferenceStructures):
+    """Where in its storage a plan's tasks stand is free."""
+
+    def plan_each(self, indptrs, target, capacity):  # type: ignore[no-untyped-def]
+        plans = super().plan_each(indptrs, target, capacity)
+        return [replace(plan, tasks=plan.tasks.take(np.arange(len(plan.tasks))[::-1])) for plan in plans]
+
+
 @pytest.mark.parametrize(
     ("variant", "clause_ids"),
     [
@@ -194,6 +258,11 @@ class ShufflesTasks(ReferenceStructures):
         (PutsHolesFirst, ("FORMAT-FIXED-WIDTH",)),
         (NeverCrops, ("BLOCK-CROP", "BLOCK-ADMIT")),
         (ShufflesTasks, ("FORMAT-TASK-TABLE", "BLOCK-PHYSICAL")),
+        (ReordersTriples, ("SET-CANONICAL", "SET-BRANCH-COVER")),
+        (TakesTheLastFreePage, ("COORD-FORK",)),
+        (KeysByMoreThanItMust, ("PLAN-KEY",)),
+        (WritesTheLastFreeBuffer, ("PLAN-STORAGE",)),
+        (PutsTasksLast, ("PLAN-REPLAN",)),
     ],
 )
 def test_what_a_clause_leaves_free_is_accepted(variant: type[ReferenceStructures], clause_ids: tuple[str, ...]) -> None:

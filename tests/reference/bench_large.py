@@ -1,18 +1,27 @@
 """Times the reference on the 64K decode row of the articles; run by hand, asserts nothing.
 
-One request of 65,536 keys, 4,224 candidates a KV head (256 random pages of 16 and the last 8), 32 query heads over
-8 KV heads, head_dim 128, one query row.
+    python bench_large.py steps|numpy|torch|cuda
+
+`steps` is the authority, the others are the large oracle on a library or device. One request of 65,536 keys, 4,224
+candidates a KV head (256 random pages of 16 and the last 8), 32 query heads over 8 KV heads, head_dim 128, one query
+row.
 """
 
 import resource
+import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from attnconform.reference.attention import effective_sets
 from attnconform.reference.cache import PagedCache
 from attnconform.reference.candidates import Candidates
-from attnconform.reference.problem import AttentionProblem, check_problem
+from attnconform.reference.large import large_attention, large_gradients
+from attnconform.reference.problem import AttentionProblem
+from attnconform.reference.results import AttentionResult, Gradients
 from attnconform.reference.rules import Causal
 from attnconform.reference.steps import Steps
 
@@ -49,27 +58,65 @@ def build_large_problem(rng: np.random.Generator) -> AttentionProblem:
     )
 
 
+@dataclass(frozen=True)
+class Oracle:
+    """Forward and backward of one implementation, and how it takes and waits for arrays."""
+
+    forward: Callable[..., AttentionResult]
+    backward: Callable[..., Gradients]
+    take: Callable[[np.ndarray], Any] = np.asarray
+    wait: Callable[[], object] = lambda: None
+
+
+def oracle_of(name: str) -> Oracle:
+    """One of the four by name; torch is imported where it is asked for, so that its memory counts nowhere else."""
+    steps = Steps()
+    if name == "steps":
+        return Oracle(steps.forward, steps.backward)
+    if name == "numpy":
+        return Oracle(large_attention, large_gradients)
+    import torch
+
+    torch.set_num_threads(1)
+    device = "cuda" if name == "cuda" else "cpu"
+    wait = torch.cuda.synchronize if name == "cuda" else lambda: None
+    return Oracle(large_attention, large_gradients, lambda x: torch.from_numpy(x).to(device), wait)
+
+
+def moment() -> tuple[float, float]:
+    """Wall clock and this process's time on a core: they differ where others use the machine."""
+    return time.perf_counter(), time.process_time()
+
+
+def peak() -> float:
+    """Largest resident memory so far, in GiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
 def main() -> None:
+    oracle = oracle_of(sys.argv[1])
     rng = np.random.default_rng(0)
     problem = build_large_problem(rng)
     q = rng.standard_normal((1, NUM_QO_HEADS, HEAD_DIM))
     k, v = (rng.standard_normal((problem.cache.num_slots, NUM_KV_HEADS, HEAD_DIM)) for _ in range(2))
-    dout, steps = rng.standard_normal(q.shape), Steps()
-    start = time.perf_counter()
-    check_problem(problem)
-    checked = time.perf_counter()
-    result = steps.forward(problem, q, k, v)
-    forward = time.perf_counter()
-    gradients = steps.backward(problem, q, k, v, result, dout)
-    backward = time.perf_counter()
+    q, k, v, dout = (oracle.take(x) for x in (q, k, v, rng.standard_normal(q.shape)))
+    oracle.wait()
+    before, start = peak(), moment()
+    result = oracle.forward(problem, q, k, v)
+    oracle.wait()
+    forward = moment()
+    gradients = oracle.backward(problem, q, k, v, result, dout)
+    oracle.wait()
+    backward = moment()
     counts = effective_sets(problem).counts()
-    print(
-        f"keys a head {counts.min()} to {counts.max()}; dk {gradients.dk.shape}, {gradients.dk.nbytes / 2**20:.0f} MiB"
-    )
-    print(f"check {checked - start:.3f} s, forward {forward - checked:.3f} s, backward {backward - forward:.3f} s")
-    print(
-        f"together {backward - start:.3f} s, peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"
-    )
+    print(f"{sys.argv[1]}: keys a head {counts.min()} to {counts.max()}; dk {tuple(gradients.dk.shape)}")
+    for name, begin, end in (
+        ("forward", start, forward),
+        ("backward", forward, backward),
+        ("together", start, backward),
+    ):
+        print(f"{name} {end[0] - begin[0]:.3f} s, of which {end[1] - begin[1]:.3f} s on a core")
+    print(f"inputs and libraries {before:.2f} GiB, peak {peak():.2f} GiB, extra {peak() - before:.2f} GiB")
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ class EveryThird(msgspec.Struct, frozen=True, tag=True):
     """A rule that no interval describes."""
 
 
-def with_thirds(rule: object, request: int, q_idx: IntArray | int, kv_idx: IntArray) -> BoolArray:
+def with_thirds(rule: object, request: int, q_idx: IntArray | int, kv_idx: IntArray, qo_head: int = 0) -> BoolArray:
     """mask_allows that knows one more rule."""
     match rule:
         case EveryThird():
@@ -140,7 +140,7 @@ def with_thirds(rule: object, request: int, q_idx: IntArray | int, kv_idx: IntAr
             return np.logical_and.reduce([with_thirds(r, request, q_idx, kv_idx) for r in parts])
         case Or(parts):
             return np.logical_or.reduce([with_thirds(r, request, q_idx, kv_idx) for r in parts])
-    return mask_allows(rule, request, q_idx, kv_idx)  # type: ignore[arg-type]
+    return mask_allows(rule, request, q_idx, kv_idx, qo_head)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def test_a_rule_without_intervals_is_bounded_by_those_it_has_and_then_settled(
 def test_only_blocks_in_doubt_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[tuple[int, int]] = []
 
-    def count(rule: object, request: int, q_idx: IntArray, kv_idx: IntArray) -> BoolArray:
+    def count(rule: object, request: int, q_idx: IntArray, kv_idx: IntArray, qo_head: int) -> BoolArray:
         looked.append((int(q_idx[0, 0]), int(kv_idx[0])))
         return with_thirds(rule, request, q_idx, kv_idx)
 
@@ -202,10 +202,10 @@ def work_of(build_one: Callable[[], object], monkeypatch: pytest.MonkeyPatch) ->
     """Elements that a build asks the rule for."""
     asked = 0
 
-    def count(rule: MaskRule | None, request: int, q_idx: IntArray, kv_idx: IntArray) -> BoolArray:
+    def count(rule: MaskRule | None, request: int, q_idx: IntArray, kv_idx: IntArray, qo_head: int) -> BoolArray:
         nonlocal asked
         asked += np.broadcast(q_idx, kv_idx).size
-        return mask_allows(rule, request, q_idx, kv_idx)
+        return mask_allows(rule, request, q_idx, kv_idx, qo_head)
 
     monkeypatch.setattr(build, "mask_allows", count)
     build_one()

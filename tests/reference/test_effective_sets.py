@@ -1,105 +1,22 @@
-"""Candidate sets, effective sets, slots and dense masks against plain loops over every (request, head, query, key).
-
-The loops read the contract by themselves: membership is asked of one key at a time, and they call nothing
-of the reference.
-"""
-
-from collections.abc import Iterator
+"""Candidate sets, effective sets, slots and dense masks against plain loops over every (request, head, query, key)."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from plain_attention import is_allowed, is_listed, queries, slot_of
 
 from attnconform.conformance.cases import profiles
 from attnconform.conformance.cases.strategies import structures
-from attnconform.conformance.cases.structure import CandidateStructure, Structure, build_problem
+from attnconform.conformance.cases.structure import Structure, build_problem
 from attnconform.reference.attention import effective_sets
 from attnconform.reference.cache import PagedCache
 from attnconform.reference.candidates import candidate_set
 from attnconform.reference.coordinates import Positions, to_page_offsets
 from attnconform.reference.formats import dense_masks
 from attnconform.reference.problem import QueryRow
-from attnconform.reference.rules import And, Causal, Document, MaskRule, Or, PrefixLM, Window
 from attnconform.reference.steps import Steps
 
 profiles.load_profile()
-
-
-def queries(structure: Structure) -> Iterator[tuple[int, int, int, int]]:
-    """Row of q, request, row within the request and logical position of every query."""
-    row = 0
-    for n in range(len(structure.seqlens_kv)):
-        if structure.q_offset is None:
-            first = structure.seqlens_kv[n] - structure.seqlens_q[n]
-        else:
-            first = structure.q_offset[n]
-        for r in range(structure.seqlens_q[n]):
-            yield row, n, r, first + r
-            row += 1
-
-
-def list_of(structure: Structure, lists: CandidateStructure, request: int, r: int, h: int) -> tuple[int, ...]:
-    """The list a query head reads, found by counting every list before it."""
-    at = 0
-    for n in range(len(structure.seqlens_q)):
-        for first in range(0, structure.seqlens_q[n], lists.q_block_size):
-            for group in head_groups(structure, lists):
-                if n == request and first <= r < first + lists.q_block_size and h in group:
-                    return lists.lists[at]
-                at += 1
-    raise AssertionError(f"no list for request {request}, row {r}, head {h}")
-
-
-def head_groups(structure: Structure, lists: CandidateStructure) -> list[list[int]]:
-    """Which query heads share a list."""
-    heads = list(range(structure.num_qo_heads))
-    size = structure.num_qo_heads // structure.num_kv_heads
-    if lists.sharing == "shared":
-        return [heads]
-    if lists.sharing == "kv_head":
-        return [heads[i : i + size] for i in range(0, len(heads), size)]
-    return [[h] for h in heads]
-
-
-def is_listed(structure: Structure, request: int, r: int, i: int, h: int, j: int) -> bool:
-    """Whether a row lists one key: by an entry, by the window or as a sink position."""
-    lists = structure.candidates
-    if lists is None:
-        return True
-    for entry in list_of(structure, lists, request, r, h):
-        if entry != -1 and entry * lists.block_size <= j < (entry + 1) * lists.block_size:
-            return True
-    in_window = j <= i and i - j < lists.window
-    return in_window or j < lists.num_sink_tokens
-
-
-def document_at(starts: tuple[int, ...], position: int) -> int:
-    """How many documents have begun at a position."""
-    return sum(1 for start in starts if start <= position)
-
-
-def is_allowed(rule: MaskRule | None, n: int, i: int, j: int) -> bool:
-    """Whether a rule lets the query at i look at the key at j."""
-    if rule is None:
-        return True
-    if isinstance(rule, Causal):
-        return j <= i
-    if isinstance(rule, Window):
-        return (rule.left is None or i - j <= rule.left) and (rule.right is None or j - i <= rule.right)
-    if isinstance(rule, PrefixLM):
-        return j < rule.prefix_len[n] or j <= i
-    if isinstance(rule, Document):
-        return document_at(rule.starts[n], i) == document_at(rule.starts[n], j)
-    if isinstance(rule, And):
-        return all(is_allowed(part, n, i, j) for part in rule.rules)
-    assert isinstance(rule, Or)
-    return any(is_allowed(part, n, i, j) for part in rule.rules)
-
-
-def slot_of(structure: Structure, n: int, j: int) -> int:
-    """Where one token lies in the pool."""
-    page, offset = divmod(j, structure.page_size)
-    return structure.page_table[n][page] * structure.page_size + offset
 
 
 SMALL = structures(max_tokens=36, max_rows=3, head_dims=((2, 2),), heads=((1, 1), (4, 2), (6, 2)), lowest_q_idx=-3)
@@ -113,7 +30,7 @@ def test_candidate_and_effective_sets_are_what_loops_over_every_edge_find(struct
         for h in range(structure.num_qo_heads):
             where = QueryRow(row, n, r, i)
             listed = [j for j in range(structure.seqlens_kv[n]) if is_listed(structure, n, r, i, h, j)]
-            kept = [j for j in listed if is_allowed(structure.mask_rule, n, i, j)]
+            kept = [j for j in listed if is_allowed(structure.mask_rule, n, h, i, j)]
             assert steps.candidates(problem, where, h).values.tolist() == listed, (row, h)
             assert steps.effective(problem, where, h).values.tolist() == kept, (row, h)
 
@@ -130,7 +47,7 @@ def test_edges_slots_and_dense_masks_are_what_loops_over_every_edge_find(structu
     for row, n, r, i in queries(structure):
         for h in range(structure.num_qo_heads):
             attended = [
-                is_listed(structure, n, r, i, h, j) and is_allowed(structure.mask_rule, n, i, j)
+                is_listed(structure, n, r, i, h, j) and is_allowed(structure.mask_rule, n, h, i, j)
                 for j in range(structure.seqlens_kv[n])
             ]
             keys = [j for j, sees in enumerate(attended) if sees]

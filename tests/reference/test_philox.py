@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_attention import philox_words
 
 from attnconform.conformance.cases import profiles
 from attnconform.reference import philox
@@ -33,16 +34,6 @@ def test_words_are_the_published_ones(counter: tuple[int, ...], key: tuple[int, 
     assert tuple(philox.philox4x32(np.array(counter, dtype=np.uint32), key).tolist()) == want
 
 
-def plain_philox(counter: list[int], key: list[int]) -> list[int]:
-    """The rounds in Python integers, as the paper prints them."""
-    low = 2**32 - 1
-    for _ in range(10):
-        first, second = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
-        counter = [(second >> 32) ^ counter[1] ^ key[0], second & low, (first >> 32) ^ counter[3] ^ key[1], first & low]
-        key = [(key[0] + 0x9E3779B9) & low, (key[1] + 0xBB67AE85) & low]
-    return counter
-
-
 @settings(max_examples=profiles.examples(100))
 @given(SEEDS, STREAMS, st.integers(1, 13))
 def test_a_stream_counts_blocks_in_the_low_half_and_names_itself_in_the_high_half(
@@ -52,7 +43,7 @@ def test_a_stream_counts_blocks_in_the_low_half_and_names_itself_in_the_high_hal
     want = [
         word
         for block in range(-(-count // 4))
-        for word in plain_philox([block, 0, stream & low, stream >> 32], [seed & low, seed >> 32])
+        for word in philox_words([block, 0, stream & low, stream >> 32], [seed & low, seed >> 32])
     ]
     assert philox.words(seed, stream, count).tolist() == want[:count]
 

@@ -4,7 +4,7 @@ import ast
 import copy
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,44 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attnconform.reference import cache, candidates, problem, rule_values, steps
+from attnconform.reference import (
+    cache,
+    candidates,
+    custom_rules,
+    dropout,
+    epilogue,
+    problem,
+    quantization,
+    rope,
+    rule_values,
+    steps,
+)
 from attnconform.reference.attention import attention, check_tensors, effective_sets
 from attnconform.reference.cache import PagedCache
 from attnconform.reference.candidates import Candidates
+from attnconform.reference.custom_rules import MASKS, SCORES, RegisteredScore
+from attnconform.reference.dropout import Dropout
+from attnconform.reference.epilogue import Activation, Cast, EpilogueStep, Gate
 from attnconform.reference.errors import RefusedInput
 from attnconform.reference.problem import AttentionProblem, check_problem
-from attnconform.reference.rules import Alibi, And, Causal, Document, MaskRule, Or, PrefixLM, ScoreRule, SoftCap, Window
+from attnconform.reference.quantization import Quantization
+from attnconform.reference.rope import Rope
+from attnconform.reference.rules import (
+    Alibi,
+    And,
+    Causal,
+    CustomMask,
+    CustomScore,
+    Document,
+    HeadWindow,
+    MaskRule,
+    Or,
+    PrefixLM,
+    RelativeBias,
+    ScoreRule,
+    SoftCap,
+    Window,
+)
 
 LISTS = Candidates(indptr=np.array([0, 3, 6]), indices=np.array([0, 7, 19, 3, -1, 8]), sharing="shared")
 SOUND = AttentionProblem(
@@ -61,6 +92,43 @@ def scored(rule: ScoreRule) -> AttentionProblem:
     return replace(SOUND, score_rules=(SoftCap(2.0), rule))
 
 
+def sequence(*lists: list[int], **fields: Any) -> AttentionProblem:
+    return listed(*lists, **{"form": "sequence", "rank_bias": np.array([0.5, 0.25, 0.0])} | fields)
+
+
+def stored(granularity: Any, scale: Any, code_format: Any = "int8", name: str = "k_quant") -> AttentionProblem:
+    quant = Quantization(format=code_format, granularity=granularity, scale=np.asarray(scale, dtype=np.float64))
+    return changed(**{name: quant})
+
+
+def turned(**fields: Any) -> AttentionProblem:
+    return changed(rope=replace(Rope(rotary_dim=4, k_position="raw"), **fields))
+
+
+def ended(*steps: EpilogueStep) -> AttentionProblem:
+    return changed(epilogue=steps)
+
+
+class CountsItsCalls:
+    """A rule that answers the same question differently each time."""
+
+    calls = 0
+
+    def __call__(self, *question: Any) -> Any:
+        self.calls += 1
+        return np.asarray(question[-1]) * self.calls
+
+
+@pytest.fixture(scope="module", autouse=True)
+def impure_rules() -> Iterator[None]:
+    """Registered while this file runs alone, so that no other test meets them."""
+    MASKS[IMPURE] = CountsItsCalls()
+    SCORES[IMPURE] = RegisteredScore(CountsItsCalls(), CountsItsCalls())
+    yield
+    del MASKS[IMPURE], SCORES[IMPURE]
+
+
+IMPURE = "tests.impure"
 NAN, INF = float("nan"), float("inf")
 SECOND = np.array([[True] * 8, [True, False] * 4])
 
@@ -213,6 +281,158 @@ REFUSED: dict[str, tuple[AttentionProblem, str]] = {
     ),
     "cap is zero": (scored(SoftCap(0.0)), "cap is 0.0, but must be finite and above 0 [SAFE-FINITE]"),
     "cap is nan": (scored(SoftCap(NAN)), "cap is nan, but must be finite and above 0 [SAFE-FINITE]"),
+    "head windows of other heads": (
+        masked(HeadWindow((1, 2, 3, None), (0,))),
+        "len(right) is 1, but must be 4 [SAFE-SHAPE]",
+    ),
+    "one head's window": (
+        masked(And((Causal(), HeadWindow((1, 2, -3, None), (None,) * 4)))),
+        "window_left is -3, but must be None or at least 0 [MASK-HEAD-WINDOW]",
+    ),
+    "bias tables of other heads": (scored(RelativeBias(((0.0,),) * 2)), "len(tables) is 2, but must be 4 [SAFE-SHAPE]"),
+    "bias table without a middle": (
+        scored(RelativeBias(((0.0,) * 2,) * 4)),
+        "len(tables)[0] is 2, but must be one odd length, and table 0 has 2 [SCORE-RELATIVE]",
+    ),
+    "bias tables of two lengths": (
+        scored(RelativeBias(((0.0,) * 3, (0.0,) * 3, (0.0,) * 5, (0.0,) * 3))),
+        "len(tables)[2] is 5, but must be one odd length, and table 0 has 3 [SCORE-RELATIVE]",
+    ),
+    "no bias at all": (
+        scored(RelativeBias(((),) * 4)),
+        "len(tables)[0] is 0, but must be one odd length, and table 0 has 0 [SCORE-RELATIVE]",
+    ),
+    "bias is nan": (
+        scored(RelativeBias(((0.0, 1.0, 2.0), (0.0, 1.0, NAN), (0.0,) * 3, (0.0,) * 3))),
+        "tables[1, 2] is nan, but must be finite [SAFE-FINITE]",
+    ),
+    "mask that nobody registered": (
+        masked(Or((Causal(), CustomMask("tests.nobody")))),
+        "CustomMask.name is tests.nobody, but no mask rule is registered under that name [RULE-NAME]",
+    ),
+    "mask that changes its mind": (
+        masked(CustomMask(IMPURE)),
+        f"CustomMask.name is {IMPURE}, but asked twice about the same keys, it answers twice [RULE-PURE]",
+    ),
+    "score that nobody registered": (
+        scored(CustomScore("tests.nobody")),
+        "CustomScore.name is tests.nobody, but no score rule is registered under that name [RULE-NAME]",
+    ),
+    "score that changes its mind": (
+        scored(CustomScore(IMPURE)),
+        f"CustomScore.name is {IMPURE}, but asked twice about the same keys, it answers twice [RULE-PURE]",
+    ),
+    "head pages of other heads": (
+        cached(head_pages=np.zeros((8, 4), dtype=int)),
+        "head_pages.shape is (8, 4), but must be (8, 2) [SAFE-SHAPE]",
+    ),
+    "head page at the pool's size": (
+        cached(head_pages=np.where(np.arange(16).reshape(8, 2) == 7, 8, 0)),
+        "head_pages[3, 1] is 8, but num_pages is 8 [COORD-HEAD-PAGE]",
+    ),
+    "head page is negative": (
+        cached(head_pages=np.where(np.arange(16).reshape(8, 2) == 15, -1, 0)),
+        "head_pages[7, 1] is -1, but num_pages is 8 [COORD-HEAD-PAGE]",
+    ),
+    "set with ranks": (
+        with_lists(rank_bias=np.zeros(3)),
+        "rank_bias.shape is (3,), but form is 'set', and the entries of a set have no rank [SET-SEQUENCE]",
+    ),
+    "sequence without ranks": (
+        sequence([0], [3], rank_bias=None),
+        "rank_bias is None, but a sequence has a bias for each rank [SET-SEQUENCE]",
+    ),
+    "sequence of blocks": (
+        sequence([0], [1], granularity="block", block_size=8),
+        "granularity is block, but must be token: what a list does not name has no rank [SET-SEQUENCE]",
+    ),
+    "sequence with a window": (
+        sequence([0], [3], window=2),
+        "window is 2, but must be 0: what a list does not name has no rank [SET-SEQUENCE]",
+    ),
+    "sequence with sinks": (
+        sequence([0], [3], num_sink_tokens=1),
+        "num_sink_tokens is 1, but must be 0: what a list does not name has no rank [SET-SEQUENCE]",
+    ),
+    "rank bias is infinite": (
+        sequence([0], [3], rank_bias=np.array([0.0, INF])),
+        "rank_bias[1] is inf, but must be finite [SAFE-FINITE]",
+    ),
+    "more entries than ranks": (
+        sequence([0], [3, -1, 8, 5]),
+        "len(entries) is 4, but list 1 has no more ranks than rank_bias, 3 [SET-SEQUENCE]",
+    ),
+    "key with two ranks": (
+        sequence([0, 7], [3, -1, 3]),
+        "indices[4] is 3, but a key has one rank [SET-SEQUENCE]",
+    ),
+    "unknown code format": (
+        stored("tensor", [1.0], "int4"),
+        "k_quant.format is int4, but one of int8, float8_e4m3, float8_e5m2 [QUANT-GRANULARITY]",
+    ),
+    "unknown granularity": (
+        stored("row", [1.0], name="v_quant"),
+        "v_quant.granularity is row, but one of tensor, head, page, token, channel [QUANT-GRANULARITY]",
+    ),
+    "scales of another shape": (
+        stored("page", np.ones((8, 4)), name="v_quant"),
+        "v_quant.scale.shape is (8, 4), but must be (8, 2) for a scale per page [QUANT-GRANULARITY]",
+    ),
+    "scale is zero": (
+        stored("head", [1.0, 0.0]),
+        "k_quant.scale[1] is 0.0, but must be finite and above 0 [QUANT-SCALE]",
+    ),
+    "scale of a channel is nan": (
+        stored("channel", [[1.0] * 4, [1.0, 1.0, NAN, 1.0]]),
+        "k_quant.scale[1, 2] is nan, but must be finite and above 0 [QUANT-SCALE]",
+    ),
+    "everything is dropped": (
+        changed(dropout=Dropout(1.0, 0)),
+        "dropout.rate is 1.0, but must be at least 0 and below 1 [DROPOUT-RATE]",
+    ),
+    "dropout rate is nan": (
+        changed(dropout=Dropout(NAN, 0)),
+        "dropout.rate is nan, but must be at least 0 and below 1 [DROPOUT-RATE]",
+    ),
+    "seed of 65 bits": (
+        changed(dropout=Dropout(0.5, 2**64)),
+        f"dropout.seed is {2**64}, but must fit 64 bits [DROPOUT-RATE]",
+    ),
+    "odd rotary_dim": (
+        turned(rotary_dim=3),
+        "rotary_dim is 3, but must be even, at least 2 and at most head_dim_qk, 4 [ROPE-PAIRS]",
+    ),
+    "rotary_dim beyond the head": (
+        turned(rotary_dim=6),
+        "rotary_dim is 6, but must be even, at least 2 and at most head_dim_qk, 4 [ROPE-PAIRS]",
+    ),
+    "nothing turns": (
+        turned(rotary_dim=0),
+        "rotary_dim is 0, but must be even, at least 2 and at most head_dim_qk, 4 [ROPE-PAIRS]",
+    ),
+    "base is zero": (turned(theta=0.0), "theta is 0.0, but must be finite and above 0 [SAFE-FINITE]"),
+    "unknown key positions": (
+        turned(k_position="cooked"),
+        "k_position is cooked, but must be 'encoded' or 'raw' [ROPE-ENCODED]",
+    ),
+    "encoded page at two places": (
+        replace(cached(page_table=np.array([[5, 2, 7], [1, 5, -1]])), rope=Rope(rotary_dim=4)),
+        "page_table[1, 1] is 5, but its keys were rotated for logical page 0, and k_position is 'encoded' "
+        "[ROPE-ENCODED]",
+    ),
+    "unknown activation": (
+        ended(Cast("float16"), Activation("gelu")),
+        "activation[1] is gelu, but must be one of relu, silu [MERGE-EPILOGUE]",
+    ),
+    "unknown cast": (
+        ended(Cast("float64")),
+        "cast[0] is float64, but must be one of float32, bfloat16, float16 [MERGE-EPILOGUE]",
+    ),
+    "gates of other heads": (ended(Gate((0.0,))), "len(gate.logits)[0] is 1, but must be 4 [SAFE-SHAPE]"),
+    "gate is infinite": (
+        ended(Activation("relu"), Gate((0.0, INF, 0.0, 0.0))),
+        "gate.logits[1] is inf, but must be finite [SAFE-FINITE]",
+    ),
 }
 
 
@@ -244,6 +464,19 @@ def test_what_is_refused_never_reaches_arithmetic(name: str) -> None:
     assert str(refusal_of(lambda: effective_sets(broken))) == message
 
 
+REFUSING = (
+    problem,
+    rule_values,
+    cache,
+    candidates,
+    custom_rules,
+    quantization,
+    dropout,
+    rope,
+    epilogue,
+)
+
+
 def raise_lines(module: Any) -> set[tuple[str, int]]:
     """Where a module raises RefusedInput."""
     tree = ast.parse(Path(module.__file__).read_text())
@@ -265,7 +498,7 @@ def test_every_refusal_in_the_reference_has_a_case_here() -> None:
                 trace = trace.tb_next
             assert trace is not None
             raised.add((Path(trace.tb_frame.f_code.co_filename).name, trace.tb_lineno))
-    written = set().union(*(raise_lines(module) for module in (problem, rule_values, cache, candidates)))
+    written = set().union(*(raise_lines(module) for module in REFUSING))
     assert raised == written
 
 

@@ -7,16 +7,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from attnconform.conformance.backend import OPTIONAL_AXES
 from attnconform.conformance.cases.axes import DENSE, is_possible
-from attnconform.conformance.cases.matrix import (
-    AXES,
-    TRIPLES,
-    covering_rows,
-    frozen_rows,
-    matrix,
-    smoke_cases,
-    uncovered,
-)
+from attnconform.conformance.cases.covering import AXES, TRIPLES, arrays, balanced, covering_rows, make_rows, uncovered
+from attnconform.conformance.cases.matrix import frozen_rows, matrix, smoke_cases
 from attnconform.conformance.cases.refusals import REFUSALS, refusal_cases
 from attnconform.conformance.cases.structure import Case, build_problem, case_digest, decode_case, encode_case
 from attnconform.conformance.cases.values import build_values
@@ -26,7 +20,7 @@ from attnconform.reference.problem import check_problem
 
 # sha256 of the sorted ids, one a line. An id is permanent: whoever changes this changes what reports and
 # expectations of every user refer to, and says so in the changelog.
-IDS_DIGEST = "3da43db10c41a93a477182879193ef630c86e08d848c758982467802b00a0849"
+IDS_DIGEST = "42d9ae1f691056e571afd761382ad419d492e684657f5fd56c85c128028b5b2b"
 OPERATIONS = tuple(AXES)
 
 
@@ -75,6 +69,33 @@ def test_a_missing_row_is_noticed(operation: str) -> None:
     triple = {axis: rows[0][axis] for axis in TRIPLES[operation][0]}
     without = [row for row in rows if not triple.items() <= row.items()]
     assert triple in uncovered(operation, without)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_no_value_of_a_core_axis_crowds_out_the_others(operation: str) -> None:
+    core = next(arrays(operation))
+    rows = frozen_rows(operation)
+    for axis in ("dtype", "heads", "head_dim", "page_size", "layout", "strides", "splits", "mask", "score"):
+        counts = [sum(row[axis] == value for row in rows) for value in core.axes[axis]]
+        assert max(counts) <= 2 * min(counts), (axis, counts)
+
+
+def test_balancing_keeps_what_is_covered() -> None:
+    core = next(arrays("backward"))
+    rows = make_rows(core)
+    wanted = list(core.wanted())
+    for given in (rows, balanced(core, rows)):
+        assert all(any(w.items() <= row.items() for row in given) for w in wanted)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_feature_meets_every_core_value_with_the_other_features_off(operation: str) -> None:
+    rows = frozen_rows(operation)
+    for axis, off in OPTIONAL_AXES.items():
+        alone = [
+            row for row in rows if row[axis] != off and all(row[a] == o for a, o in OPTIONAL_AXES.items() if a != axis)
+        ]
+        assert {row["dtype"] for row in alone} == set(AXES[operation]["dtype"]), axis
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -251,3 +272,9 @@ def test_every_axis_value_shows_in_the_structure_of_its_cases() -> None:
         assert str(s.hints.num_kv_splits) == axes["splits"]
         assert (0 in s.seqlens_kv) == (axes["lengths"] == "empty_request")
         assert case.values == axes["values"]
+        assert (s.k_quant is None and s.v_quant is None) == (axes["quant"] == "none")
+        assert (s.dropout is None) == (axes["dropout"] == "none")
+        assert (s.rope is None) == (axes["rope"] == "none")
+        assert (not s.epilogue) == (axes["epilogue"] == "none")
+        assert (s.head_pages is None) == (axes["head_pages"] == "none")
+        assert (s.candidates is not None and s.candidates.form == "sequence") == (axes["form"] == "sequence")

@@ -1,5 +1,6 @@
 """The backward kernels against float64 formulas over edges enumerated one by one, interpreted or on a GPU."""
 
+import math
 import os
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -14,14 +15,24 @@ if not torch.cuda.is_available():
 import triton
 import triton.language as tl
 
-from attnconform.kernels.sparse_attention import CandidateLists, Plan, PlanError, plan, run
+from attnconform.kernels.sparse_attention import (
+    CandidateLists,
+    Dropout,
+    KVQuantization,
+    Plan,
+    PlanError,
+    plan,
+    run,
+)
 from attnconform.kernels.sparse_attention.backward import (
     Gradients,
     backward,
+    prepare_rows,
     sparse_attention,
     transpose_plan,
 )
-from attnconform.kernels.sparse_attention.backward_query import choose_step
+from attnconform.kernels.sparse_attention.backward_query import RowInputs, choose_step
+from attnconform.kernels.sparse_attention.backward_scores import compute_score_gradients
 from attnconform.kernels.sparse_attention.backward_transpose import ABSENT, list_entries, tile_slots
 from attnconform.kernels.sparse_attention.rules import (
     Alibi,
@@ -29,12 +40,15 @@ from attnconform.kernels.sparse_attention.rules import (
     Causal,
     Custom,
     Document,
+    HeadWindow,
     MaskRule,
     Or,
+    RelativeBias,
     ScoreRule,
     SoftCap,
     Window,
 )
+from attnconform.reference.philox import philox4x32
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MODES = ("atomic", "kv_centric")
@@ -79,6 +93,7 @@ class Case:
     num_kv_splits: int | None = None
     page_table: tuple[tuple[int, ...], ...] | None = None
     scale_q: float = 1.0
+    dropout: Dropout | None = None
     seed: int = 0
 
     @property
@@ -113,7 +128,7 @@ class Case:
                 for h in range(self.num_qo_heads):
                     block = int(first_block[n]) + r // self.q_block_size
                     chosen = self._chosen(block, h, i, length)
-                    kept = [j for j in sorted(chosen) if allows(self.mask_rule, n, i, j)]
+                    kept = [j for j in sorted(chosen) if allows(self.mask_rule, n, i, j, h)]
                     found.append((n, int(self.qo_indptr[n]) + r, i, h, np.array(kept, dtype=np.int64)))
         return found
 
@@ -145,8 +160,10 @@ def draw_lists(case: Case) -> Case:
     return replace(case, lists=tuple(tuple(int(t) for t in row) for row in lists))
 
 
-def allows(rule: MaskRule | None, n: int, i: int, j: int) -> bool:
+def allows(rule: MaskRule | None, n: int, i: int, j: int, h: int) -> bool:
     match rule:
+        case HeadWindow(left, right):
+            return allows(Window(left[h], right[h]), n, i, j, h)
         case None:
             return True
         case Causal():
@@ -156,9 +173,9 @@ def allows(rule: MaskRule | None, n: int, i: int, j: int) -> bool:
         case Document(starts):
             return sum(s <= i for s in starts[n]) == sum(s <= j for s in starts[n])
         case And(rules):
-            return all(allows(part, n, i, j) for part in rules)
+            return all(allows(part, n, i, j, h) for part in rules)
         case Or(rules):
-            return any(allows(part, n, i, j) for part in rules)
+            return any(allows(part, n, i, j, h) for part in rules)
         case Custom(data=None):
             return (i + 2 * j + n) % 3 != 0
         case Custom(data=data):
@@ -208,28 +225,36 @@ def expected(case: Case, numbers: Numbers) -> Expected:
     pages, scale = case.pages(), case.head_dim_qk**-0.5
     out, lse = np.zeros(dout.shape), np.full(dlse.shape, -np.inf)
     grads = {"dq": np.zeros(q.shape), "dk": np.zeros(k.shape), "dv": np.zeros(v.shape), "dsink": np.zeros(q.shape[1])}
+    grads |= {f"dscore{r}": np.zeros(shape) for r, shape in enumerate(map(parameter_shape, case.score_rules))}
     bounds = {name: np.zeros(grad.shape) for name, grad in grads.items()}
     for n, row, i, h, keys in case.edges():
         slots = pages[n, keys // case.page_size].astype(np.int64) * case.page_size + keys % case.page_size
         g = h // case.group_size
-        s, slope = apply_rules(case, scale * (k[slots, g] @ q[row, h]), h, i, keys)
+        s0 = scale * (k[slots, g] @ q[row, h])
+        s, slope = apply_rules(case, s0, h, i, keys)
+        kept = keep_weights(case, n, h, i, keys)
         terms = np.append(np.exp(s), [] if case.sink_logits is None else np.exp(case.sink_logits[h]))
         if terms.size == 0:
             continue
         lse[row, h] = np.log(terms.sum())
         p = np.exp(s - lse[row, h])
-        out[row, h] = p @ v[slots, g]
+        out[row, h] = (p * kept) @ v[slots, g]
         delta = dout[row, h] @ out[row, h] - dlse[row, h]
         out_size = np.abs(dout[row, h]) @ np.abs(out[row, h])
         delta_size = out_size + abs(dlse[row, h])
-        share = STORAGE[case.dtype] + CHAIN * (1 + np.abs(s) + abs(lse[row, h]))
-        ds = p * (v[slots, g] @ dout[row, h] - delta) * slope
-        ds_bound = share * p * (np.abs(v[slots, g]) @ np.abs(dout[row, h]) + delta_size) * slope
+        # tanh is accurate to about 2^-23 of the cap, whatever the score.
+        caps = sum(rule.cap for rule in case.score_rules if isinstance(rule, SoftCap))
+        share = STORAGE[case.dtype] + CHAIN * (1 + np.abs(s) + abs(lse[row, h])) + 2.0**-21 * caps
+        ds_last = p * (kept * (v[slots, g] @ dout[row, h]) - delta)
+        last_bound = share * p * (kept * (np.abs(v[slots, g]) @ np.abs(dout[row, h])) + delta_size)
+        ds, ds_bound = ds_last * slope, last_bound * slope
+        add_parameter_gradients(case, grads, s0, h, i, keys, ds_last, np.asarray)
+        add_parameter_gradients(case, bounds, s0, h, i, keys, last_bound, np.abs)
         for into, weight, size in ((grads, ds, np.asarray), (bounds, ds_bound, np.abs)):
             into["dq"][row, h] += scale * weight @ size(k[slots, g])
             np.add.at(into["dk"], (slots, g), scale * weight[:, None] * size(q[row, h]))
-        np.add.at(grads["dv"], (slots, g), p[:, None] * dout[row, h])
-        np.add.at(bounds["dv"], (slots, g), (share * p)[:, None] * np.abs(dout[row, h]))
+        np.add.at(grads["dv"], (slots, g), (kept * p)[:, None] * dout[row, h])
+        np.add.at(bounds["dv"], (slots, g), (share * kept * p)[:, None] * np.abs(dout[row, h]))
         if case.sink_logits is not None:
             p_sink = np.exp(case.sink_logits[h] - lse[row, h])
             grads["dsink"][h] -= p_sink * delta
@@ -238,16 +263,71 @@ def expected(case: Case, numbers: Numbers) -> Expected:
     return Expected(out, lse, grads, bounds)
 
 
+def keep_weights(case: Case, n: int, h: int, i: int, keys: np.ndarray) -> np.ndarray:
+    """What every edge of a row weighs under dropout."""
+    if case.dropout is None:
+        return np.ones(keys.size)
+    counter = np.array([[n, h, i & 0xFFFFFFFF, j] for j in keys], dtype=np.uint32).reshape(-1, 4)
+    word = philox4x32(counter, (case.dropout.seed & 0xFFFFFFFF, case.dropout.seed >> 32))[:, 0]
+    return (word >= math.floor(case.dropout.rate * 2**32)) / (1 - case.dropout.rate)
+
+
 def apply_rules(case: Case, s: np.ndarray, h: int, i: int, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scores after all rules, and their derivative by the scores before."""
     slope = np.ones_like(s)
     for rule in case.score_rules:
-        if isinstance(rule, Alibi):
-            s = s + np.float64(np.float32(rule.slopes[h])) * (keys - i)
-        else:
-            cap = np.float64(np.float32(rule.cap))
-            slope = slope * (1 - np.tanh(s / cap) ** 2)
-            s = cap * np.tanh(s / cap)
+        s, rule_slope = apply_rule(rule, s, h, i, keys)
+        slope = slope * rule_slope
     return s, slope
+
+
+def apply_rule(rule: ScoreRule, s: np.ndarray, h: int, i: int, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    match rule:
+        case Alibi(slopes):
+            return s + np.float64(np.float32(slopes[h])) * (keys - i), np.ones_like(s)
+        case RelativeBias(tables):
+            return s + np.float32(tables[h]).astype(np.float64)[entries_of(rule, i, keys)], np.ones_like(s)
+        case SoftCap(cap):
+            cap = np.float64(np.float32(cap))
+            return cap * np.tanh(s / cap), 1 - np.tanh(s / cap) ** 2
+    raise AssertionError(rule)
+
+
+def entries_of(rule: RelativeBias, i: int, keys: np.ndarray) -> np.ndarray:
+    """Which entry of a table every key's distance names."""
+    reach = len(rule.tables[0]) // 2
+    return np.clip(keys - i, -reach, reach) + reach
+
+
+def parameter_shape(rule: ScoreRule) -> tuple[int, ...]:
+    match rule:
+        case Alibi(slopes):
+            return (len(slopes),)
+        case RelativeBias(tables):
+            return (len(tables), len(tables[0]))
+    return ()
+
+
+def add_parameter_gradients(
+    case: Case, into: dict[str, np.ndarray], s: np.ndarray, h: int, i: int, keys: np.ndarray, ds: np.ndarray, size
+) -> None:
+    """Adds one row's part of every rule's gradient, or of its bound, where ds is the last scores'."""
+    before = []
+    for rule in case.score_rules:
+        before.append(s)
+        s, _ = apply_rule(rule, s, h, i, keys)
+    for r in reversed(range(len(case.score_rules))):
+        rule, name = case.score_rules[r], f"dscore{r}"
+        match rule:
+            case Alibi():
+                into[name][h] += ds @ size(keys - i)
+            case RelativeBias():
+                np.add.at(into[name][h], entries_of(rule, i, keys), ds)
+            case SoftCap(cap):
+                u = before[r] / np.float64(np.float32(cap))
+                terms = (np.tanh(u), -u * (1 - np.tanh(u) ** 2))
+                into[name] += ds @ (size(terms[0]) + size(terms[1]))
+        ds = ds * apply_rule(rule, before[r], h, i, keys)[1]
 
 
 def make_plan(case: Case) -> Plan:
@@ -284,6 +364,7 @@ def make_plan(case: Case) -> Plan:
         num_kv_splits=case.num_kv_splits,
         tile_kv=16,
         layout=case.layout,
+        dropout=case.dropout,
     )
 
 
@@ -330,6 +411,10 @@ def check_gradients(case: Case, numbers: Numbers, got: Gradients) -> None:
     found = {"dq": got.dq.double().cpu().numpy(), "dk": to_slots(case, got.dk), "dv": to_slots(case, got.dv)}
     if got.dsink is not None:
         found["dsink"] = got.dsink.double().cpu().numpy()
+    for r, gradient in enumerate(got.dscore or ()):
+        assert gradient.dtype == torch.float32
+        found[f"dscore{r}"] = gradient.double().cpu().numpy()
+        assert found[f"dscore{r}"].shape == want.gradients[f"dscore{r}"].shape
     for name, value in found.items():
         excess = np.abs(value - want.gradients[name]) - want.bounds[name]
         assert np.all(excess <= 0), f"{name}: {np.argwhere(~(excess <= 0))[:5].tolist()} off by {np.nanmax(excess)}"
@@ -341,14 +426,23 @@ def check_case(case: Case) -> None:
     q, k, v, dout, dlse = to_tensors(case, numbers)
     out, lse = run(the_plan, q, k, v)
     for mode in MODES:
-        check_gradients(case, numbers, backward(the_plan, q, k, v, out, lse, dout, dlse=dlse, mode=mode))
+        got = backward(the_plan, q, k, v, out, lse, dout, dlse=dlse, mode=mode, score_gradients=True)
+        assert len(got.dscore) == len(case.score_rules)
+        check_gradients(case, numbers, got)
 
 
+def relative_bias(reach: int) -> RelativeBias:
+    tables = np.random.default_rng(reach).standard_normal((4, 2 * reach + 1))
+    return RelativeBias(tuple(tuple(row) for row in tables.tolist()))
+
+
+DROPOUT = Dropout(rate=0.3, seed=0x0123_4567_89AB_CDEF)
 SPARSE = Case(q_block_size=4, window=3, num_sink_tokens=2, mask_rule=Causal(), sink_logits=(0.3, -1.0, 1.5, 0.0))
 
 
 def test_the_oracle_agrees_with_central_differences() -> None:
-    case = draw_lists(replace(SPARSE, score_rules=(Alibi((0.1, 0.2, 0.3, 0.4)), SoftCap(2.0))))
+    rules = (Alibi((0.1, 0.2, 0.3, 0.4)), SoftCap(2.0), relative_bias(2))
+    case = draw_lists(replace(SPARSE, score_rules=rules, dropout=DROPOUT))
     numbers = draw_numbers(case)
     rng, step = np.random.default_rng(7), 1e-5
 
@@ -366,6 +460,30 @@ def test_the_oracle_agrees_with_central_differences() -> None:
         moved = [tuple(s + sign * step * (g == h) for g, s in enumerate(case.sink_logits)) for sign in (1, -1)]
         slope = (loss(numbers, moved[0]) - loss(numbers, moved[1])) / (2 * step)
         assert slope == pytest.approx(want["dsink"][h], rel=1e-6)
+
+
+def test_the_oracle_of_rule_parameters_agrees_with_central_differences() -> None:
+    """Steps of a power of two, which parameters near 1 hold in float32."""
+    step = 2.0**-12
+    rules = (Alibi((0.5, 0.25, 0.75, 1.0)), SoftCap(2.0), RelativeBias(((0.5, -1.0, 0.25),) * 4))
+    case = draw_lists(replace(SPARSE, score_rules=rules, dropout=DROPOUT))
+    numbers = draw_numbers(case)
+
+    def loss(*changed: ScoreRule) -> float:
+        got = expected(replace(case, score_rules=changed), numbers)
+        return float((got.out * numbers.dout).sum() + (got.lse * numbers.dlse).sum())
+
+    def tables(change: float) -> RelativeBias:
+        return RelativeBias(((0.5, -1.0, 0.25), (0.5 + change, -1.0, 0.25), *rules[2].tables[2:]))
+
+    want = expected(case, numbers).gradients
+    alibi, cap, bias = rules
+    for got, ends in (
+        (want["dscore0"][2], [loss(Alibi((0.5, 0.25, 0.75 + e, 1.0)), cap, bias) for e in (step, -step)]),
+        (want["dscore1"], [loss(alibi, SoftCap(2.0 + e), bias) for e in (step, -step)]),
+        (want["dscore2"][1, 0], [loss(alibi, cap, tables(e)) for e in (step, -step)]),
+    ):
+        assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(float(got), rel=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -401,6 +519,22 @@ RULES: dict[str, tuple[MaskRule | None, tuple[ScoreRule, ...]]] = {
     "alibi_then_softcap": (Causal(), (Alibi((0.5, 0.25, 0.125, -0.3)), SoftCap(2.0))),
     "softcap_then_alibi": (Causal(), (SoftCap(2.0), Alibi((0.5, 0.25, 0.125, -0.3)))),
     "softcap_twice": (None, (SoftCap(3.0), SoftCap(1.0))),
+    "wide_softcap": (None, (SoftCap(200.0),)),
+    "relative": (None, (relative_bias(4),)),
+    "relative_of_one_entry": (Causal(), (relative_bias(0),)),
+    "relative_past_all_positions": (Causal(), (relative_bias(60),)),
+    "every_rule": (Causal(), (relative_bias(3), SoftCap(2.0), Alibi((0.5, 0.25, 0.125, -0.3)), relative_bias(1))),
+    "head_window": (HeadWindow(left=(2, None, 0, 9), right=(0, 1, None, 3)), (Alibi((0.5, 0.25, 0.125, -0.3)),)),
+    "head_window_composed": (
+        And(
+            (
+                Causal(),
+                Or((HeadWindow(left=(2, 5, 0, 9), right=(0,) * 4), Document(((0, 8, 12), (0,), (0, 30, 33), (0,))))),
+            )
+        ),
+        (),
+    ),
+    "head_window_custom": (And((HeadWindow(left=(2, 5, 0, 9), right=(0, 1, 2, 3)), Custom(refuse_thirds))), ()),
 }
 
 
@@ -410,11 +544,84 @@ def test_every_rule_over_all_positions(rules: str) -> None:
     check_case(Case(mask_rule=mask_rule, score_rules=score_rules, scale_q=3.0))
 
 
-@pytest.mark.parametrize("rules", ["document", "custom", "alibi_then_softcap"])
-def test_rules_over_lists(rules: str) -> None:
+@pytest.mark.parametrize("sharing", ["query_head", "kv_head", "shared"])
+@pytest.mark.parametrize(
+    "rules", ["document", "custom", "alibi_then_softcap", "every_rule", "head_window", "head_window_custom"]
+)
+def test_rules_over_lists(rules: str, sharing: str) -> None:
     mask_rule, score_rules = RULES[rules]
-    case = Case(mask_rule=mask_rule, score_rules=score_rules, sharing="shared", q_block_size=2, window=2, seed=5)
+    case = Case(mask_rule=mask_rule, score_rules=score_rules, sharing=sharing, q_block_size=2, window=2, seed=5)
     check_case(draw_lists(case))
+
+
+@pytest.mark.parametrize("sharing", [None, "query_head", "kv_head", "shared"])
+@pytest.mark.parametrize("rules", ["document", "every_rule", "head_window"])
+def test_backward_drops_the_edges_that_the_forward_dropped(rules: str, sharing: str | None) -> None:
+    mask_rule, score_rules = RULES[rules]
+    case = Case(mask_rule=mask_rule, score_rules=score_rules, dropout=DROPOUT, num_kv_splits=2, seed=35)
+    check_case(case if sharing is None else draw_lists(replace(case, sharing=sharing, q_block_size=3)))
+
+
+def test_dropout_in_tiles_that_need_no_mask() -> None:
+    """One request on neighbouring pages: slot tiles are runs of positions, and most pairs are full."""
+    case = Case(seqlen_q=(20,), seqlen_kv=(48,), page_table=(tuple(range(12)),), dropout=DROPOUT, seed=36)
+    check_case(replace(case, mask_rule=Causal(), dtype=torch.bfloat16))
+    check_case(replace(case, sink_logits=(0.3, -1.0, 1.5, 0.0)))
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_score_gradients_do_not_depend_on_slabs_or_splits(splits: int) -> None:
+    """A workspace for one row at a time gives the bits of a workspace for all."""
+    case = draw_lists(replace(SPARSE, score_rules=RULES["every_rule"][1], num_kv_splits=splits, seed=37))
+    numbers, the_plan = draw_numbers(case), make_plan(case)
+    q, k, v, dout, dlse = to_tensors(case, numbers)
+    out, lse = run(the_plan, q, k, v)
+    lse_log2, delta = prepare_rows(out, lse, dout, dlse)
+    inputs = RowInputs(q, k, v, dout, lse_log2, delta)
+    whole, again, narrow = (
+        compute_score_gradients(the_plan, inputs, table_bytes=size) for size in (1 << 20, 1 << 20, 1)
+    )
+    for gradient, repeated, slabbed in zip(whole, again, narrow, strict=True):
+        assert torch.equal(gradient, repeated)
+        torch.testing.assert_close(gradient, slabbed, rtol=1e-7, atol=0)
+
+
+def test_score_gradients_come_only_when_asked_for_and_change_no_other() -> None:
+    case = replace(SPARSE, score_rules=(SoftCap(2.0), relative_bias(2)), seed=38)
+    tensors = to_tensors(case, draw_numbers(case))
+    plain, scored = differentiate(case, tensors), differentiate(case, tensors, score_gradients=True)
+    assert plain.dscore is None
+    assert [tuple(g.shape) for g in scored.dscore] == [(), (4, 5)]
+    for gradient, want in zip(scored[:4], plain[:4], strict=True):
+        assert torch.equal(gradient, want)
+    without = replace(case, score_rules=())
+    assert differentiate(without, tensors, score_gradients=True).dscore == ()
+
+
+def test_the_rows_of_a_wide_task_give_score_gradients_in_several_programs() -> None:
+    rules = (relative_bias(9), SoftCap(3.0))
+    case = Case(seqlen_q=(67,), seqlen_kv=(70,), dtype=torch.bfloat16, mask_rule=Causal(), score_rules=rules, seed=39)
+    check_case(case)
+
+
+def test_an_empty_batch_gives_score_gradients_of_zero() -> None:
+    case = Case(seqlen_q=(0, 0), seqlen_kv=(5, 0), score_rules=RULES["every_rule"][1])
+    got = differentiate(case, to_tensors(case, draw_numbers(case)), score_gradients=True)
+    assert [tuple(g.shape) for g in got.dscore] == [(4, 7), (), (4,), (4, 3)]
+    assert all(torch.count_nonzero(gradient) == 0 for gradient in got.dscore)
+
+
+@pytest.mark.parametrize("name", ["k_quant", "v_quant"])
+def test_a_quantized_cache_has_no_gradient(name: str) -> None:
+    case = Case(seqlen_q=(1,), seqlen_kv=(8,))
+    quantized = replace(make_plan(case), **{name: KVQuantization("int8", "token")})
+    tensors = to_tensors(case, draw_numbers(case))
+    q, k, v, dout, _ = tensors
+    limit = rf"^{name} is int8 per token, but [^\n]* \[QUANT-GRAD\]$"
+    with pytest.raises(PlanError, match=limit):
+        backward(quantized, q, k, v, dout, dout[..., 0], dout)
+    with pytest.raises(PlanError, match=limit):
+        sparse_attention(quantized, q, k, v)
 
 
 @pytest.mark.parametrize("num_kv_splits", [2, 3, 8])
@@ -561,7 +768,7 @@ def test_a_dout_and_dlse_of_zero_give_zero_everywhere(mode: str) -> None:
     case = draw_lists(replace(SPARSE, seed=20))
     numbers = draw_numbers(case)
     tensors = to_tensors(case, numbers._replace(dout=0 * numbers.dout))
-    for gradient in differentiate(case, tensors, mode=mode, dlse=None):
+    for gradient in differentiate(case, tensors, mode=mode, dlse=None)[:4]:
         assert torch.count_nonzero(gradient) == 0
 
 
@@ -631,7 +838,7 @@ def test_nan_in_slots_that_nobody_owns_changes_no_bit(is_dense: bool, mode: str)
     assert not is_owned.all()
     poisoned = numbers._replace(k=poison(case, numbers.k, is_owned), v=poison(case, numbers.v, is_owned))
     clean = differentiate(case, to_tensors(case, numbers), mode=mode)
-    for gradient, want in zip(differentiate(case, to_tensors(case, poisoned), mode=mode), clean, strict=True):
+    for gradient, want in zip(differentiate(case, to_tensors(case, poisoned), mode=mode)[:4], clean, strict=False):
         assert torch.equal(gradient, want)
     assert not np.any(to_slots(case, clean.dk)[~is_owned])
     assert not np.any(to_slots(case, clean.dv)[~is_owned])
@@ -686,7 +893,7 @@ def test_no_rows_and_no_requests_give_zero_gradients(mode: str) -> None:
         case = Case(seqlen_q=(0,) * len(seqlen_kv), seqlen_kv=seqlen_kv, sink_logits=(0.0,) * 4)
         got = differentiate(case, to_tensors(case, draw_numbers(case)), mode=mode)
         assert got.dq.shape == (0, 4, 24)
-        assert all(torch.count_nonzero(gradient) == 0 for gradient in got)
+        assert all(torch.count_nonzero(gradient) == 0 for gradient in got[:4])
 
 
 def test_kv_centric_gradients_repeat_bit_for_bit() -> None:
@@ -706,7 +913,7 @@ def test_listing_order_and_repetition_change_no_bit() -> None:
     case = draw_lists(replace(SPARSE, seed=28))
     shuffled = replace(case, lists=tuple((*row[::-1], *row) for row in case.lists))
     tensors = to_tensors(case, draw_numbers(case))
-    for gradient, want in zip(differentiate(shuffled, tensors), differentiate(case, tensors), strict=True):
+    for gradient, want in zip(differentiate(shuffled, tensors)[:4], differentiate(case, tensors)[:4], strict=True):
         assert torch.equal(gradient, want)
 
 

@@ -14,20 +14,33 @@ if not torch.cuda.is_available():
 import triton
 import triton.language as tl
 
-from attnconform.kernels.sparse_attention import CandidateLists, PlanError, merge_states, plan, run
+from attnconform.kernels.sparse_attention import (
+    CandidateLists,
+    Dropout,
+    KVQuantization,
+    PlanError,
+    check_scale_values,
+    merge_states,
+    plan,
+    run,
+)
+from attnconform.kernels.sparse_attention.quantization import CODE_DTYPES, decode_codes, decode_pairs, pair_assembly
 from attnconform.kernels.sparse_attention.rules import (
     Alibi,
     And,
     Causal,
     Custom,
     Document,
+    HeadWindow,
     MaskRule,
     Or,
     PrefixLM,
+    RelativeBias,
     ScoreRule,
     SoftCap,
     Window,
 )
+from attnconform.reference.philox import philox4x32
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -58,6 +71,9 @@ class Case:
     q_offset: tuple[int, ...] | None = None
     num_kv_splits: int | None = None
     tile_kv: int = 16
+    k_quant: KVQuantization | None = None
+    v_quant: KVQuantization | None = None
+    dropout: Dropout | None = None
     seed: int = 0
     entries: list = field(default_factory=list)
 
@@ -76,13 +92,53 @@ class Case:
             self.page_table[n, :count], order = order[:count], order[count:]
         shape = (self.num_pages * self.page_size, self.num_kv_heads)
         self.q = self._draw(rng, (self.qo_indptr[-1], self.num_qo_heads, self.head_dim_qk))
-        self.k = self._draw(rng, (*shape, self.head_dim_qk))  # (slots, num_kv_heads, head_dim), whatever the layout
-        self.v = self._draw(rng, (*shape, self.head_dim_vo))
+        # (slots, num_kv_heads, head_dim), whatever the layout; codes where quantized
+        self.k, self.k_scale = self._draw_cache(rng, (*shape, self.head_dim_qk), self.k_quant)
+        self.v, self.v_scale = self._draw_cache(rng, (*shape, self.head_dim_vo), self.v_quant)
         if self.sharing and not self.entries:
             self.entries = [self._draw_entries(rng, n) for n in range(self.batch_size)]
 
     def _draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.from_numpy(rng.standard_normal(shape)).to(self.dtype)
+
+    def _draw_cache(
+        self, rng: np.random.Generator, shape: tuple[int, ...], quant: KVQuantization | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Numbers, or codes and scales that make numbers of size 1; scales differ by a factor of up to 50."""
+        if quant is None:
+            return self._draw(rng, shape), None
+        numbers = torch.from_numpy(rng.standard_normal(shape) * 40)
+        codes = numbers.round().clamp(-128, 127).to(torch.int8) if quant.format == "int8" else numbers.to(quant.dtype)
+        slots, heads, head_dim = shape
+        sizes = {
+            "tensor": (1,),
+            "head": (heads,),
+            "page": (slots // self.page_size, heads),
+            "token": (slots, heads),
+            "channel": (heads, head_dim),
+        }[quant.granularity]
+        return codes, torch.from_numpy(np.exp(rng.uniform(-2, 2, sizes)) / 40).float()
+
+    def dequantized(self, codes: torch.Tensor, scale: torch.Tensor | None, quant: KVQuantization | None) -> np.ndarray:
+        """code * scale in float64, (slots, num_kv_heads, head_dim)."""
+        numbers = codes.float().double().numpy()
+        if quant is None:
+            return numbers
+        factor = scale.double().numpy()
+        if quant.granularity == "page":
+            factor = np.repeat(factor, self.page_size, axis=0)
+        return numbers * {"head": factor[..., None], "page": factor[..., None], "token": factor[..., None]}.get(
+            quant.granularity, factor
+        )
+
+    def keep_weights(self, n: int, head: int, q_idx: int, kv_idx: np.ndarray) -> np.ndarray:
+        """What every edge weighs under dropout, by the contract's words."""
+        if self.dropout is None:
+            return np.ones(len(kv_idx))
+        counter = np.array([[n, head, q_idx & 0xFFFFFFFF, j] for j in kv_idx], dtype=np.uint32).reshape(-1, 4)
+        word = philox4x32(counter, (self.dropout.seed & 0xFFFFFFFF, self.dropout.seed >> 32))[:, 0]
+        is_kept = word >= math.floor(self.dropout.rate * 2**32)
+        return is_kept / (1 - self.dropout.rate)
 
     def _draw_entries(self, rng: np.random.Generator, n: int) -> list:
         """Lists with holes and duplicates in random order; some are empty."""
@@ -110,11 +166,13 @@ class Case:
             chosen = {e * size + t for e in ids for t in range(size)} & set(range(length))
             chosen |= {j for j in range(length) if 0 <= i - j < (self.window or 0)}
             chosen |= set(range(min(self.num_sink_tokens, length)))
-        return np.array(sorted(j for j in chosen if allows(self.mask_rule, n, i, j)), dtype=np.int64)
+        return np.array(sorted(j for j in chosen if allows(self.mask_rule, n, i, j, head)), dtype=np.int64)
 
 
-def allows(rule: MaskRule | None, n: int, i: int, j: int) -> bool:
+def allows(rule: MaskRule | None, n: int, i: int, j: int, head: int = 0) -> bool:
     match rule:
+        case HeadWindow(left, right):
+            return allows(Window(left[head], right[head]), n, i, j)
         case None:
             return True
         case Causal():
@@ -126,9 +184,9 @@ def allows(rule: MaskRule | None, n: int, i: int, j: int) -> bool:
         case Document(starts):
             return sum(s <= i for s in starts[n]) == sum(s <= j for s in starts[n])
         case And(rules):
-            return all(allows(r, n, i, j) for r in rules)
+            return all(allows(r, n, i, j, head) for r in rules)
         case Or(rules):
-            return any(allows(r, n, i, j) for r in rules)
+            return any(allows(r, n, i, j, head) for r in rules)
         case Custom():
             return (i + 2 * j + n) % 3 != 0  # what `refuse_thirds` says
     raise AssertionError(rule)
@@ -137,14 +195,24 @@ def allows(rule: MaskRule | None, n: int, i: int, j: int) -> bool:
 def score(rule: ScoreRule, x: np.ndarray, head: int, i: int, j: np.ndarray) -> np.ndarray:
     if isinstance(rule, Alibi):
         return x + np.float32(rule.slopes[head]) * (j - i)
+    if isinstance(rule, RelativeBias):
+        table = np.array(rule.tables[head], dtype=np.float32)
+        reach = len(table) // 2
+        return x + table[np.clip(j - i, -reach, reach) + reach]
     return np.asarray(rule.cap * np.tanh(x / rule.cap))
 
 
-def oracle(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """out, lse and sum of p |v|, in float64."""
-    q, k, v = (t.double().numpy() for t in (case.q, case.k, case.v))
+def oracle(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """out, lse, sum of p |v|, and how far a score may be off because q was rounded, in float64."""
+    q = case.q.double().numpy()
+    k, v = (
+        case.dequantized(*cache)
+        for cache in ((case.k, case.k_scale, case.k_quant), (case.v, case.v_scale, case.v_quant))
+    )
     out = np.zeros((len(q), case.num_qo_heads, case.head_dim_vo))
     scale, lse = np.zeros_like(out), np.full(out.shape[:2], -np.inf)
+    score_error = np.zeros(out.shape[:2])
+    is_q_rounded = case.k_quant is not None and case.k_quant.granularity == "channel"
     for n, head in np.ndindex(case.batch_size, case.num_qo_heads):
         for row in range(case.seqlen_q[n]):
             r, kv_head = case.qo_indptr[n] + row, head // case.group_size
@@ -157,9 +225,12 @@ def oracle(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             if not logits.size:
                 continue
             lse[r, head] = np.logaddexp.reduce(logits)
-            p = np.exp(x - lse[r, head])
+            p = np.exp(x - lse[r, head]) * case.keep_weights(n, head, case.offsets[n] + row, j)
             out[r, head], scale[r, head] = p @ v[slot, kv_head], p @ np.abs(v[slot, kv_head])
-    return out, lse, scale
+            if is_q_rounded and len(j):
+                size = (np.abs(k[slot, kv_head]) @ np.abs(q[r, head])).max()
+                score_error[r, head] = UNIT[case.dtype] / 2 * SCALE * size
+    return out, lse, scale, score_error
 
 
 SCALE = 0.15
@@ -204,6 +275,9 @@ def build_plan(case: Case, **changes):
         "num_kv_splits": case.num_kv_splits,
         "tile_kv": case.tile_kv,
         "layout": case.layout,
+        "k_quant": case.k_quant,
+        "v_quant": case.v_quant,
+        "dropout": case.dropout,
     }
     return plan(**{**options, **changes})
 
@@ -216,9 +290,21 @@ def paged(case: Case, rows: torch.Tensor) -> torch.Tensor:
 
 def poison_unowned(case: Case, rows: torch.Tensor, value: float = math.nan) -> torch.Tensor:
     owned = np.concatenate([case.slots(n) for n in range(case.batch_size)])
-    poisoned = torch.full_like(rows, value)
+    # An integer code cannot be NaN, and an 8-bit float is filled by way of a wider one.
+    poisoned = torch.full_like(rows, 99) if rows.dtype == torch.int8 else torch.full(rows.shape, value).to(rows.dtype)
     poisoned[owned] = rows[owned]
     return poisoned
+
+
+def poison_scales(case: Case, scale: torch.Tensor | None, quant: KVQuantization | None) -> torch.Tensor | None:
+    """Scales of slots and pages that nobody owns are NaN."""
+    if quant is not None and quant.granularity in ("page", "token"):
+        owned = np.concatenate([case.slots(n) for n in range(case.batch_size)])
+        owned = np.unique(owned // case.page_size) if quant.granularity == "page" else owned
+        poisoned = torch.full_like(scale, math.nan)
+        poisoned[owned] = scale[owned]
+        scale = poisoned
+    return None if scale is None else scale.to(DEVICE)
 
 
 def run_case(case: Case, **changes) -> tuple[torch.Tensor, torch.Tensor]:
@@ -226,21 +312,25 @@ def run_case(case: Case, **changes) -> tuple[torch.Tensor, torch.Tensor]:
     out = torch.full((len(case.q), case.num_qo_heads, case.head_dim_vo), math.nan, dtype=case.dtype, device=DEVICE)
     lse = torch.full(out.shape[:2], math.nan, device=DEVICE)
     k, v = (paged(case, poison_unowned(case, rows)) for rows in (case.k, case.v))
-    run(build_plan(case, **changes), case.q.to(DEVICE), k, v, out=out, lse=lse)
+    scales = {
+        "k_scale": poison_scales(case, case.k_scale, case.k_quant),
+        "v_scale": poison_scales(case, case.v_scale, case.v_quant),
+    }
+    run(build_plan(case, **changes), case.q.to(DEVICE), k, v, **scales, out=out, lse=lse)
     return out.cpu(), lse.cpu()
 
 
 def assert_near_oracle(case: Case, out: torch.Tensor, lse: torch.Tensor) -> None:
     """out may be off by the rounding of P and of itself, both by what the float32 sums of products are off."""
-    want_out, want_lse, scale = oracle(case)
+    want_out, want_lse, scale, score_error = oracle(case)
     unit, slack = UNIT[case.dtype], 2e-5 if case.dtype == torch.float32 else 1e-4
-    bound = 2 * unit * (scale + np.abs(want_out)) + slack * scale
+    bound = 2 * unit * (scale + np.abs(want_out)) + (slack + 2 * score_error[..., None]) * scale
     error = np.abs(out.double().numpy() - want_out)
     assert (error <= bound).all(), f"out: worst {np.nanmax(error)}, NaN {np.isnan(error).sum()}"
     is_empty = np.isneginf(want_lse)
     assert np.array_equal(np.isneginf(lse.numpy()), is_empty)
     lse, want_lse = lse.double().numpy()[~is_empty], want_lse[~is_empty]
-    error = np.abs(lse - want_lse)
+    error = np.maximum(np.abs(lse - want_lse) - score_error[~is_empty], 0)
     assert (error <= slack * np.maximum(1, np.abs(want_lse) / 32)).all(), f"lse: worst {error.max()}"
 
 
@@ -578,3 +668,275 @@ def test_merging_states_of_other_shapes_is_refused():
     out, lse = torch.zeros(2, 4, 64, device=DEVICE), torch.zeros(2, 4, device=DEVICE)
     with pytest.raises(PlanError, match=r"^lse_b\.shape is \(2, 3\), but out_a\.shape is \(2, 4, 64\) \[SAFE-SHAPE\]$"):
         merge_states(out, lse, out, lse[:, :3])
+
+
+GRANULARITIES = ("tensor", "head", "page", "token", "channel")
+FORMATS = ("int8", "float8_e4m3", "float8_e5m2")
+
+
+@triton.jit
+def decode_kernel(code_ptr, value_ptr, FORMAT: tl.constexpr):
+    lane = tl.arange(0, 256)
+    value = decode_codes(tl.load(code_ptr + lane), value_ptr.dtype.element_ty, FORMAT)
+    tl.store(value_ptr + lane, value)
+
+
+@triton.jit
+def decode_pairs_kernel(pair_ptr, value_ptr, FORMAT: tl.constexpr, ASSEMBLY: tl.constexpr):
+    lane = tl.arange(0, 256)
+    pairs = tl.load(pair_ptr + lane)
+    dtype: tl.constexpr = value_ptr.dtype.element_ty
+    tl.store(value_ptr + 2 * lane, decode_pairs(pairs, dtype, FORMAT, ASSEMBLY, 0))
+    tl.store(value_ptr + 2 * lane + 1, decode_pairs(pairs, dtype, FORMAT, ASSEMBLY, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("code_format", FORMATS)
+def test_every_code_is_decoded_exactly(code_format, dtype):
+    """Infinities and NaN too; these two are the dtypes that codes meet products in."""
+    codes = torch.arange(256, dtype=torch.uint8).view(CODE_DTYPES[code_format])
+    got = torch.zeros(256, dtype=dtype, device=DEVICE)
+    decode_kernel[(1,)](codes.view(torch.uint8).to(DEVICE), got, FORMAT=code_format)
+    torch.testing.assert_close(got.cpu().float(), codes.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("code_format", FORMATS)
+def test_a_quantized_cache_is_read_as_code_times_scale(code_format, granularity, dtype):
+    """Prefill and decode rows together; the other cache goes by another granularity and format."""
+    k_quant = KVQuantization(code_format, granularity)
+    v_quant = KVQuantization("float8_e4m3" if code_format == "int8" else "int8", granularity)
+    shape = {"seqlen_q": (3, 1), "seqlen_kv": (19, 18), "head_dim_qk": 32, "head_dim_vo": 16, "dtype": dtype}
+    check(Case(k_quant=k_quant, v_quant=v_quant, mask_rule=Causal(), sharing="kv_head", seed=5, **shape))
+
+
+@pytest.mark.parametrize("cache", ["k_quant", "v_quant"])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_one_cache_may_be_quantized_and_the_other_not(granularity, cache):
+    quant = {cache: KVQuantization("float8_e5m2", granularity)}
+    rules = {"score_rules": (SoftCap(3.0),), "sink_logits": (0.5, -1.0, 3.0, 0.0), "num_kv_splits": 2}
+    check(
+        Case(
+            seqlen_q=(1, 5), seqlen_kv=(35, 20), head_dim_qk=40, head_dim_vo=40, dtype=torch.bfloat16, **quant, **rules
+        )
+    )
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_quantized_splits_layouts_and_windows(granularity):
+    quant = {"k_quant": KVQuantization("int8", granularity), "v_quant": KVQuantization("int8", granularity)}
+    shape = {"layout": "HND", "page_size": 4, "head_dim_qk": 16, "head_dim_vo": 32, "num_kv_splits": 3, "seed": 6}
+    check(Case(sharing="query_head", q_block_size=4, window=5, num_sink_tokens=2, **quant, **shape))
+
+
+def test_channel_scales_too_small_for_float16_lose_nothing():
+    """q times such a scale would have few bits left; over the scales' common unit it keeps them all."""
+    quant = KVQuantization("float8_e5m2", "channel")
+    case = Case(seqlen_q=(2,), seqlen_kv=(20,), dtype=torch.float16, k_quant=quant, seed=7)
+    case.k = (case.k.float() * 2.0**9).clamp(-57344, 57344).to(quant.dtype)
+    case.k_scale *= 2.0**-9
+    assert case.k_scale.min() < 2.0**-16
+    check(case)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_strides_of_scales_are_honoured(granularity):
+    quant = KVQuantization("float8_e4m3", granularity)
+    case = Case(seqlen_q=(1,), seqlen_kv=(20,), dtype=torch.bfloat16, k_quant=quant, v_quant=quant, mask_rule=Causal())
+    out, lse = run_case(case)
+    k, v = (paged(case, poison_unowned(case, rows)) for rows in (case.k, case.v))
+    spread = [
+        torch.stack([s, torch.full_like(s, math.nan)], -1).to(DEVICE)[..., 0] for s in (case.k_scale, case.v_scale)
+    ]
+    assert not any(s.is_contiguous() for s in spread if s.numel() > 1)
+    again = run(build_plan(case), case.q.to(DEVICE), k, v, k_scale=spread[0], v_scale=spread[1])
+    assert torch.equal(again[0].cpu(), out)
+    assert torch.equal(again[1].cpu(), lse)
+
+
+@pytest.mark.parametrize("code_format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_codes_that_do_not_lie_in_pairs_are_read_one_by_one(code_format, dtype):
+    """A head_dim that is odd, a dimension that is strided, and rows that start at odd addresses."""
+    k_quant, v_quant = KVQuantization(code_format, "channel"), KVQuantization(code_format, "token")
+    check(
+        Case(
+            seqlen_q=(2,),
+            seqlen_kv=(20,),
+            head_dim_qk=15,
+            head_dim_vo=33,
+            k_quant=k_quant,
+            v_quant=v_quant,
+            dtype=dtype,
+        )
+    )
+    shape = {"seqlen_q": (2,), "seqlen_kv": (20,), "dtype": dtype, "mask_rule": Causal()}
+    case = Case(k_quant=k_quant, v_quant=v_quant, **shape)
+    k, v = (paged(case, poison_unowned(case, rows)).view(torch.uint8) for rows in (case.k, case.v))
+    strided = torch.zeros((*k.shape, 2), dtype=torch.uint8, device=DEVICE)
+    strided[..., 1] = k
+    shifted = torch.zeros((*v.shape[:-1], 65), dtype=torch.uint8, device=DEVICE)
+    shifted[..., 1:] = v
+    caches = strided[..., 1].view(case.k.dtype), shifted[..., 1:].view(case.v.dtype)
+    scales = {"k_scale": case.k_scale.to(DEVICE), "v_scale": case.v_scale.to(DEVICE)}
+    assert_near_oracle(case, *(t.cpu() for t in run(build_plan(case), case.q.to(DEVICE), *caches, **scales)))
+
+
+def test_every_pair_of_codes_is_decoded_exactly():
+    """As 16-bit numbers, by the instructions of the device where it has some."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    pairs = torch.stack([codes, codes.flip(0)], -1).to(DEVICE)
+    for code_format, dtype in ((f, d) for f in FORMATS for d in (torch.float32, torch.float16)):
+        quant = KVQuantization(code_format, "tensor")
+        got = torch.zeros(256, 2, dtype=dtype, device=DEVICE)
+        decode_pairs_kernel[(1,)](
+            pairs.view(torch.uint16), got, FORMAT=code_format, ASSEMBLY=pair_assembly(quant, dtype, DEVICE)
+        )
+        want = pairs.cpu().view(quant.dtype).float()
+        torch.testing.assert_close(got.cpu().float(), want, rtol=0, atol=0, equal_nan=True)
+
+
+def test_scales_of_keys_that_a_row_does_not_admit_change_no_bit_of_it():
+    """Rows of one tile share reads, not units: a huge scale is the business of the rows that see its key."""
+    quant = KVQuantization("int8", "token")
+    case = Case(seqlen_q=(6,), seqlen_kv=(33,), mask_rule=Causal(), v_quant=quant, dtype=torch.bfloat16, seed=8)
+    want = run_case(case)
+    row = 2
+    unseen = case.slots(0)[case.offsets[0] + row + 1 :]
+    case.v_scale[unseen] = 1e30
+    for got, expected in zip(run_case(case), want, strict=True):
+        assert torch.equal(got[row], expected[row])
+
+
+def test_scales_that_the_plan_did_not_declare_or_misses_are_refused():
+    case = Case(seqlen_q=(1,), seqlen_kv=(9,), k_quant=KVQuantization("int8", "page"), dtype=torch.bfloat16)
+    the_plan, v = build_plan(case), paged(case, case.v)
+    q, k, scale = case.q.to(DEVICE), paged(case, case.k), case.k_scale.to(DEVICE)
+    for wrong, what in (
+        ({}, r"k_scale is None, but the plan is for \(5, 2\)"),
+        ({"k_scale": scale, "v_scale": scale}, r"v_scale is given"),
+        ({"k_scale": scale[:-1]}, r"k_scale\.shape is \(4, 2\)"),
+        ({"k_scale": scale.double()}, r"k_scale\.dtype is "),
+    ):
+        with pytest.raises(PlanError, match=rf"^{what}[^\n]* \[QUANT-SCALE\]$"):
+            run(the_plan, q, k, v, **wrong)
+    with pytest.raises(PlanError, match=r"^k_cache\.dtype is torch\.bfloat16"):
+        run(the_plan, q, v, v, k_scale=scale)
+    with pytest.raises(PlanError, match=r"^granularity is row, but must be one of tensor, head"):
+        KVQuantization("int8", "row")
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_scales_that_are_not_finite_and_above_0_are_refused_where_somebody_owns_them(granularity):
+    quant = KVQuantization("int8", granularity)
+    case = Case(seqlen_q=(1,), seqlen_kv=(9,), v_quant=quant, dtype=torch.bfloat16)
+    the_plan = build_plan(case)
+    check_scale_values(the_plan, v_scale=poison_scales(case, case.v_scale, quant))
+    owned = {"page": int(case.page_table[0, 1]), "token": int(case.slots(0)[8])}.get(granularity, 0)
+    for bad in (0.0, -1.0, math.inf, math.nan):
+        case.v_scale[owned] = bad
+        with pytest.raises(PlanError, match=rf"^v_scale\[{owned}[^\n]* must be finite and above 0 \[QUANT-SCALE\]$"):
+            check_scale_values(the_plan, v_scale=case.v_scale.to(DEVICE))
+
+
+DROPOUT = Dropout(rate=0.3, seed=0xFEDC_BA98_7654_3210)
+
+
+@pytest.mark.parametrize("sharing", [None, "query_head"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_takes_the_edges_that_the_counter_names(sharing, dtype):
+    """Query positions below 0 are counted in 32 bits like all others."""
+    check(Case(dropout=DROPOUT, sharing=sharing, dtype=dtype, mask_rule=Window(left=12, right=4), q_block_size=2))
+
+
+def test_dropout_leaves_lse_alone_to_the_bit():
+    case = Case(mask_rule=Causal(), sink_logits=(0.5, -1.0, 3.0, 0.0))
+    assert torch.equal(run_case(case)[1], run_case(replace(case, dropout=DROPOUT))[1])
+    for a, b in zip(run_case(case), run_case(replace(case, dropout=Dropout(rate=0.0, seed=3))), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("tile_kv", [16, 32])
+def test_dropout_asks_neither_tile_nor_split(splits, tile_kv):
+    quant = KVQuantization("int8", "token")
+    check(Case(dropout=DROPOUT, num_kv_splits=splits, tile_kv=tile_kv, v_quant=quant, seqlen_kv=(50, 0, 18, 3)))
+
+
+def test_a_new_seed_needs_no_new_plan():
+    case = Case(seqlen_q=(2,), seqlen_kv=(20,), dropout=DROPOUT)
+    other = replace(case, dropout=Dropout(rate=0.3, seed=77))
+    the_plan = build_plan(case)
+    the_plan.dropout_words.copy_(other.dropout.words(DEVICE))
+    out, lse = run(the_plan, case.q.to(DEVICE), paged(case, case.k), paged(case, case.v))
+    assert_near_oracle(other, out.cpu(), lse.cpu())
+
+
+@pytest.mark.parametrize(("rate", "seed"), [(1.0, 0), (-0.1, 0), (math.nan, 0), (0.5, 2**64), (0.5, -1)])
+def test_a_rate_or_seed_outside_its_domain_is_refused(rate, seed):
+    with pytest.raises(PlanError, match=r"\[DROPOUT-(RATE|COUNTER)\]$"):
+        Dropout(rate=rate, seed=seed)
+
+
+HEAD_WINDOWS = HeadWindow(left=(2, None, 0, 9), right=(0, 1, None, 3))
+HEAD_RULES = {
+    "alone": HEAD_WINDOWS,
+    "and": And((Causal(), HEAD_WINDOWS)),
+    "or": Or((HEAD_WINDOWS, Document(((0, 9, 24, 26), (0,), (0, 20), (1, 2))))),
+    "custom": "custom",
+}
+
+
+@pytest.mark.parametrize("rule", HEAD_RULES)
+@pytest.mark.parametrize("sharing", [None, "query_head", "kv_head"])
+def test_every_query_head_sees_through_its_own_window(rule, sharing):
+    if rule == "custom":
+        custom = Custom(refuse_thirds, torch.zeros(1, dtype=torch.int32, device=DEVICE))
+        mask_rule = And((HEAD_WINDOWS, custom))
+    else:
+        mask_rule = HEAD_RULES[rule]
+    check(Case(mask_rule=mask_rule, sharing=sharing, q_block_size=2, num_kv_splits=2, seed=9))
+
+
+def test_heads_with_windows_and_lists_of_their_own_and_many_heads_a_tile():
+    windows = HeadWindow(left=tuple(range(16)), right=(0,) * 16)
+    shape = {"seqlen_q": (3, 1), "seqlen_kv": (30, 17), "num_qo_heads": 16, "num_kv_heads": 2, "head_dim_qk": 16}
+    check(Case(mask_rule=windows, sharing="shared", window=2, q_block_size=4, head_dim_vo=16, **shape))
+
+
+def test_window_sizes_per_head_of_another_count_or_sign_are_refused():
+    with pytest.raises(PlanError, match=r"^len\(left\) is 2, but must be 4 \[SAFE-SHAPE\]$"):
+        build_plan(Case(mask_rule=HeadWindow(left=(1, 2), right=(None, 0))))
+    with pytest.raises(PlanError, match=r"^left\[1\] is -1, but must be None or at least 0 \[MASK-HEAD-WINDOW\]$"):
+        HeadWindow(left=(1, -1), right=(0, 0))
+
+
+def relative_bias(reach: int, seed: int = 0) -> RelativeBias:
+    tables = np.random.default_rng(seed).standard_normal((4, 2 * reach + 1))
+    return RelativeBias(tuple(tuple(row) for row in tables.tolist()))
+
+
+@pytest.mark.parametrize("reach", [0, 1, 5, 100])
+@pytest.mark.parametrize("sharing", [None, "kv_head"])
+def test_relative_biases_go_by_head_and_clipped_distance(reach, sharing):
+    check(Case(score_rules=(relative_bias(reach),), sharing=sharing, mask_rule=Window(left=20, right=6)))
+
+
+def test_relative_biases_stand_anywhere_among_the_rules():
+    alibi, cap = Alibi((0.5, 0.25, 0.1, 0.0)), SoftCap(1.5)
+    check(
+        Case(score_rules=(relative_bias(3), cap, alibi, relative_bias(7, seed=1)), q_block_size=4, sharing="query_head")
+    )
+
+
+def test_tables_that_are_even_ragged_or_not_finite_are_refused():
+    for tables, what in (
+        (((1.0, 2.0),), r"len\(tables\[0\]\) is 2, but must be odd \[SCORE-RELATIVE\]"),
+        (((1.0,), (1.0, 2.0, 3.0)), r"len\(tables\[1\]\) is 3, but must be 1"),
+        (((1.0,), (math.inf,)), r"tables\[1, 0\] is inf, but must be finite \[SAFE-FINITE\]"),
+    ):
+        with pytest.raises(PlanError, match=rf"^{what}"):
+            RelativeBias(tables)
+    with pytest.raises(PlanError, match=r"^len\(tables\) is 1, but must be 4"):
+        build_plan(Case(score_rules=(RelativeBias(((0.0,),)),)))

@@ -1,0 +1,17 @@
+"""What a bench was asked for."""
+
+from dataclasses import dataclass
+
+from attnconform.conformance.bench.counters import Counters
+from attnconform.traces import Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """Choices that every suite sees."""
+
+    backend: str = "triton"
+    peer: str | None = None
+    trace: Trace | None = None
+    counters: Counters | None = None  # None: no hardware counters here, or none wanted
+    seconds: float = 1.0  # of device time, at most, for one timing

@@ -1,0 +1,181 @@
+"""A report as a picture and as a page: PNG for a pull request, HTML with the numbers under the picture."""
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from attnconform.conformance.bench.row import BenchReport, SweepPoint
+from attnconform.conformance.bench.sweep import choices, length_crossing, rate_crossings
+
+COLORS = ("#4269d0", "#efb118", "#3ca951", "#a463f2")
+STYLES = tuple(zip(COLORS, "os^D", (10, 7, 5, 4), strict=True))  # lines may lie on each other
+DENSE, INDEX = "#333333", "#9a9a9a"
+
+
+def write_plot(report: BenchReport, path: Path) -> list[Path]:
+    """Writes PATH.png and PATH.html, whatever suffix PATH has. Raises ValueError where matplotlib is missing."""
+    png = draw(report)
+    page = template().render(report=report, picture=base64.b64encode(png).decode(), choices=choices(report.sweep))
+    targets = [path.with_suffix(".png"), path.with_suffix(".html")]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    targets[0].write_bytes(png)
+    targets[1].write_text(page, encoding="utf-8")
+    return targets
+
+
+def template() -> jinja2.Template:
+    source = Path(__file__).with_name("bench.html.j2").read_text(encoding="utf-8")
+    return jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(source)
+
+
+def draw(report: BenchReport) -> bytes:
+    """The sweep where there is one, else every row beside its peer."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError as missing:
+        raise ValueError("--plot needs matplotlib: pip install 'attnconform[plot]'") from missing
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    with plt.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+                         "grid.alpha": 0.25}):  # fmt: skip
+        figure = draw_sweep(report, plt) if report.sweep else draw_rows(report, plt)
+    figure.suptitle(title_of(report), fontsize=11)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=130)
+    plt.close(figure)
+    return buffer.getvalue()
+
+
+def title_of(report: BenchReport) -> str:
+    """Which machine, and whether its times mean anything."""
+    where = f"{report.environment.device}, {report.date}"
+    warning = " (interpreter: times mean nothing)" if report.environment.is_interpreted else ""
+    return (
+        f"Sparse decode from candidates to output, against dense: {where}{warning}" if report.sweep else where + warning
+    )
+
+
+def draw_sweep(report: BenchReport, plt: Any) -> Any:
+    """Five panels: rate by block size, length, batch, clustering, query length."""
+    figure, axes = plt.subplots(2, 3, figsize=(13.5, 7.6), layout="constrained")
+    draw_rates(axes[0, 0], report.sweep)
+    panels = (
+        ("length", "seqlen_kv", "committed keys of a request (tokens)", axes[0, 1]),
+        ("batch", "batch", "batch (requests)", axes[0, 2]),
+        ("clustering", "run_length", "neighbouring blocks chosen together (blocks)", axes[1, 0]),
+        ("query length", "seqlen_q", "query rows of a request (rows)", axes[1, 1]),
+    )
+    for axis, field, label, ax in panels:
+        draw_line(ax, [p for p in report.sweep if p.axis == axis], axis, field, label)
+    mark_length(axes[0, 1], report.sweep)
+    draw_table(axes[1, 2], report)
+    return figure
+
+
+def draw_rates(ax: Any, found: list[SweepPoint]) -> None:
+    """A line for each block size, dense, and the rates at which they cross."""
+    points = [p for p in found if p.axis == "rate and block"]
+    crossings = rate_crossings(found)
+    for (color, marker, size), block in zip(STYLES, sorted({p.block_size for p in points}), strict=False):
+        line = sorted((p for p in points if p.block_size == block), key=lambda p: p.rate)
+        where = crossings[block]
+        label = f"sparse, block {block}" + ("" if where is None else f", dense from {where:.0%}")
+        xs, ys = [p.rate for p in line], [p.total for p in line]
+        ax.plot(xs, ys, f"{marker}-", color=color, markersize=size, label=label)
+        if where is not None:
+            ax.plot([where], [value_at(where, line)], "X", color=color, markersize=11, markeredgecolor="white")
+    line = sorted((p for p in points if p.block_size == min(q.block_size for q in points)), key=lambda p: p.rate)
+    ax.plot([p.rate for p in line], [p.dense for p in line], "--", color=DENSE, label="dense, every key")
+    ax.plot([], [], "X", color="grey", label="crossing point")
+    shape = points[0]
+    finish(ax, f"by rate: kv {shape.seqlen_kv}, batch {shape.batch}", "candidate rate (share of the keys)")
+    ax.set_xticks([p.rate for p in line], [f"{p.rate:.3g}" for p in line], minor=False)
+    ax.set_xticks([], minor=True)
+
+
+def value_at(x: float, line: list[SweepPoint]) -> float:
+    """Dense time at a crossing: equal to the sparse one there."""
+    return min(line, key=lambda p: abs(p.rate - x)).dense
+
+
+def draw_line(ax: Any, points: list[SweepPoint], axis: str, field: str, label: str) -> None:
+    """Total, its index part and dense along one axis."""
+    line = sorted(points, key=lambda p: getattr(p, field))
+    xs = [getattr(p, field) for p in line]
+    has_index = [p for p in line if p.index is not None]
+    ax.plot(xs, [p.total for p in line], "o-", color=COLORS[0], label=f"sparse, {line[-1].stage}")
+    if len(has_index) == len(line):
+        ax.plot(xs, [p.index for p in line], "o:", color=INDEX, label="of it, index", markersize=4)
+    ax.plot(xs, [p.dense for p in line], "s--", color=DENSE, label="dense, every key", markersize=4)
+    fixed = {
+        "seqlen_kv": f"kv {line[0].seqlen_kv}", "batch": f"batch {line[0].batch}", "rate": f"rate {line[0].rate:.3g}",
+        "block_size": f"block {line[0].block_size}",
+    }  # fmt: skip
+    finish(ax, f"by {axis}: " + ", ".join(text for name, text in fixed.items() if name != field), label)
+    ax.set_xticks(xs, [f"{x // 1024}K" if field == "seqlen_kv" and x >= 1024 else str(x) for x in xs], minor=False)
+    ax.set_xticks([], minor=True)
+
+
+def mark_length(ax: Any, found: list[SweepPoint]) -> None:
+    """The length from which on sparse is faster, or which of the two always is."""
+    where = length_crossing(found)
+    line = [p for p in found if p.axis == "length"]
+    if where is None:
+        faster = "sparse" if line[-1].total < line[-1].dense else "dense"
+        ax.plot([], [], " ", label=f"no crossing: {faster} is faster throughout")
+    else:
+        ax.axvline(where, color=COLORS[3], linewidth=1)
+        ax.plot([], [], color=COLORS[3], label=f"crossing at {where:,.0f} tokens")
+    ax.legend(frameon=False, fontsize=8)
+
+
+def finish(ax: Any, title: str, label: str) -> None:
+    """Axes, units and legend."""
+    from matplotlib.ticker import LogLocator
+
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    ax.yaxis.set_major_formatter("{x:,g}")
+    ax.yaxis.set_minor_formatter("")
+    ax.set_title(title, fontsize=10, loc="left")
+    ax.set_xlabel(label)
+    ax.set_ylabel("time of a step (µs)")
+    ax.legend(frameon=False, fontsize=8)
+
+
+def draw_table(ax: Any, report: BenchReport) -> None:
+    """What to run at each rate, and the weighted summary."""
+    ax.axis("off")
+    lines = ["what is fastest, by candidate rate", ""]
+    lines += [f"  {rate:7.2%}   {choice}" for rate, choice in choices(report.sweep).items()]
+    for w in report.weighted:
+        start = "nowhere" if w.sparse_from is None else f"from {w.sparse_from:,} tokens"
+        lines += [
+            "", f"weighted by lengths of {w.trace}, {w.phase}", "", f"  sparse {w.sparse:8.1f} µs",
+            f"  dense  {w.dense:8.1f} µs", f"  best   {w.best:8.1f} µs   (sparse {start})",
+            f"  {w.outside:.0%} of its lengths lie outside the sweep",
+        ]  # fmt: skip
+    ax.text(0, 1, "\n".join(lines), va="top", family="monospace", fontsize=9, transform=ax.transAxes)
+
+
+def draw_rows(report: BenchReport, plt: Any) -> Any:
+    """Horizontal bars of every row, the peer's beside ours."""
+    rows = report.rows
+    figure, ax = plt.subplots(figsize=(11, max(2.5, 0.42 * len(rows) + 1.2)), layout="constrained")
+    places = range(len(rows))
+    ax.barh([p + 0.2 for p in places], [r.time.median for r in rows], 0.36, color=COLORS[0], label="ours")
+    theirs = [(p - 0.2, r.peer_time.median) for p, r in zip(places, rows, strict=True) if r.peer_time]
+    names = sorted({r.peer.name for r in rows if r.peer and r.peer_time})
+    if theirs:
+        ax.barh([p for p, _ in theirs], [time for _, time in theirs], 0.36, color=COLORS[1], label=", ".join(names))
+    ax.set_yticks(list(places), [f"{r.work}: {r.stage}" for r in rows])
+    ax.invert_yaxis()
+    ax.set_xscale("log")
+    ax.set_xlabel("median time (µs)")
+    ax.legend(frameon=False)
+    return figure

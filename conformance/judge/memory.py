@@ -1,0 +1,93 @@
+"""Memory that calls keep: the same call, made again, must leave the process as large as it found it."""
+
+import ctypes
+import gc
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from attnconform.conformance.clauses import checks
+from attnconform.conformance.judge.hygiene import REPEATS
+from attnconform.conformance.judge.trial import Trial
+from attnconform.conformance.judge.verdict import Finding
+
+SCREENED = 2  # calls that are measured on every case; a case goes on to REPEATS where each of them grew
+KEPT_BYTES = 1024  # what each of REPEATS equal calls has to keep at least, after collection of garbage
+PAGE_BYTES = 4096
+
+
+@checks("SAFE-MEMORY")
+def check_memory(trial: Trial) -> list[Finding]:
+    """Equal calls keep no memory: not one of five may leave KEPT_BYTES more in use than it found.
+
+    Earlier checks have called the backend already, so caches for this case's shapes are filled. On a GPU the bytes are
+    those of torch's allocator; on a CPU those of malloc, or, where that does not tell, of the resident set.
+    """
+    measure = bytes_in_use(trial.backend.device)
+    if min(growth(trial, measure) for _ in range(SCREENED)) < KEPT_BYTES:
+        return []
+    kept = [growth(trial, measure, collect=True) for _ in range(REPEATS)]
+    if min(kept) < KEPT_BYTES:
+        return []
+    message = f"each of {REPEATS} equal calls keeps memory, {min(kept)} to {max(kept)} bytes"
+    return [Finding(state="FAIL_leak", clauses=("SAFE-MEMORY",), message=message)]
+
+
+def growth(trial: Trial, measure: Callable[[], int], *, collect: bool = False) -> int:
+    """Bytes in use after a forward call and the end of all it was given, less those before."""
+    if collect:
+        gc.collect()
+    before = measure()
+    trial.run(trial.values, unowned=0.0)
+    if collect:
+        gc.collect()
+    return measure() - before
+
+
+def bytes_in_use(device: str) -> Callable[[], int]:
+    """What counts the bytes that a backend on this device has in use."""
+    if device.startswith("cuda"):
+        return lambda: int(torch.cuda.memory_allocated(device))
+    return malloc_bytes if mallinfo2() is not None else resident_bytes
+
+
+class MallInfo(ctypes.Structure):
+    """struct mallinfo2 of glibc."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    ]  # fmt: skip
+
+
+@cache
+def mallinfo2() -> Callable[[], MallInfo] | None:
+    """glibc's count of what malloc gave out, over all arenas; None where the C library has none."""
+    if not sys.platform.startswith("linux"):
+        return None
+    function = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if function is None:
+        return None
+    function.restype = MallInfo
+    return lambda: function()
+
+
+def malloc_bytes() -> int:
+    """Bytes that malloc gave out and did not get back; torch's and numpy's arrays are among them."""
+    read = mallinfo2()
+    assert read is not None
+    info = read()
+    return int(info.uordblks + info.hblkhd)
+
+
+def resident_bytes() -> int:
+    """The resident set, in whole pages; 0 where the system does not tell, and then nothing is found."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
+    except OSError:
+        return 0

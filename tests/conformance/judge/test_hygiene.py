@@ -1,0 +1,168 @@
+"""A call that does not repeat is classified by what decides its answer; memory that calls keep is found."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnconform.conformance.adapters.reference_steps import StepsBackend
+from attnconform.conformance.cases.matrix import matrix
+from attnconform.conformance.deviations import DEVIATIONS
+from attnconform.conformance.judge.dense_watch import watch_for_dense
+from attnconform.conformance.judge.hygiene import REPEATS, check_path, check_repeat
+from attnconform.conformance.judge.memory import check_memory
+from attnconform.conformance.judge.trial import Trial
+from attnconform.reference import philox
+
+CASE = next(c for c in matrix("L0") if c.structure.mask_rule is not None)
+SPARSE = next(c for c in matrix("L0") if c.structure.candidates is not None)
+
+
+class Counts(StepsBackend):
+    """Changes one element by what `change` says of the number of the call and of the one before."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.before = 0.0
+
+    def forward(self, problem, tensors):
+        self.calls += 1
+        done = super().forward(problem, tensors)
+        mark = float(tensors.out[-1, -1, -1])
+        tensors.out[0, 0, 0] = self.change(self.calls, self.before)
+        self.before = mark
+        return done
+
+
+class FirstCallDiffers(Counts):
+    def change(self, calls, before):
+        return float(calls == 1)
+
+
+class SeededRace(Counts):
+    def change(self, calls, before):
+        return float(philox.integers(0x2ACE, calls, (1,), low=0, high=100)[0])
+
+
+class RareRace(Counts):
+    """Another answer in the second call alone: the five repeats that follow all agree with the first."""
+
+    def change(self, calls, before):
+        return float(calls == 2)
+
+
+class KeepsTheCallBefore(Counts):
+    def change(self, calls, before):
+        return before
+
+
+class ReadsWhatOutHeld(StepsBackend):
+    def forward(self, problem, tensors):
+        held = torch.nan_to_num(tensors.out[0, 0, 0].clone())
+        done = super().forward(problem, tensors)
+        tensors.out[0, 0, 0] = held
+        return done
+
+
+def findings(backend, check=check_repeat, case=CASE):
+    return check(Trial(case, backend))
+
+
+@pytest.mark.parametrize(
+    ("backend", "state", "words"),
+    [
+        (FirstCallDiffers, "FAIL_determinism", "differs by the first call only"),
+        (SeededRace, "FAIL_race", "differs from run to run"),
+        (RareRace, "FAIL_race", "differs from run to run, rarely"),
+        (KeepsTheCallBefore, "FAIL_determinism", "differs with what ran before it"),
+        (ReadsWhatOutHeld, "FAIL_unwritten", "changes with what it held before"),
+    ],
+)
+def test_a_difference_is_classified_by_five_repeats(backend, state, words):
+    found = findings(backend())
+    assert [f.state for f in found] == [state]
+    assert words in found[0].message
+
+
+def test_a_call_that_repeats_is_not_repeated_again():
+    trial = Trial(CASE, StepsBackend())
+    assert check_repeat(trial) == []
+    assert trial.calls == 2
+
+
+@pytest.mark.parametrize(
+    ("deviation", "state", "words"),
+    [
+        ("loses-a-key-now-and-then", "FAIL_race", "from run to run"),
+        ("adds-keys-in-any-order", "FAIL_race", "from run to run"),
+        ("keeps-leftover-accumulators", "FAIL_determinism", "with what ran before"),
+    ],
+)
+def test_seeded_races_of_the_deviations_are_classified(deviation, state, words):
+    case = next(c for c in matrix("L1") if c.operation == "forward" and "mixed" in c.id)
+    found = findings(DEVIATIONS[deviation].build(), case=case)
+    assert [f.state for f in found] == [state]
+    assert words in found[0].message
+    assert found[0].clauses == ("DETERMINISM-RUN",)
+
+
+class KeepsEveryOutput(StepsBackend):
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def forward(self, problem, tensors):
+        self.kept.append(tensors.out.clone())
+        return super().forward(problem, tensors)
+
+
+class KeepsTheLastOutput(StepsBackend):
+    """A cache of one entry, which is filled once and replaced."""
+
+    def forward(self, problem, tensors):
+        self.kept = tensors.out.clone()
+        return super().forward(problem, tensors)
+
+
+def test_memory_that_every_call_keeps_is_found():
+    found = findings(KeepsEveryOutput(), check_memory)
+    assert [f.state for f in found] == ["FAIL_leak"]
+    assert f"each of {REPEATS} equal calls keeps memory" in found[0].message
+
+
+@pytest.mark.parametrize("backend", [StepsBackend, KeepsTheLastOutput])
+def test_a_cache_that_is_full_after_a_call_is_no_leak(backend):
+    assert findings(backend(), check_memory) == []
+
+
+class FallsBackAtTheSecondCall(Counts):
+    def forward(self, problem, tensors):
+        done = super().forward(problem, tensors)
+        return replace(done, path="fallback: dense") if self.calls == 2 else done
+
+    def change(self, calls, before):
+        return 0.0
+
+
+def test_a_fallback_of_any_call_is_one_of_the_case():
+    assert [f.state for f in findings(FallsBackAtTheSecondCall(), check_path)] == ["FALLBACK_UNDECLARED"]
+
+
+class AttendsDensely(StepsBackend):
+    def forward(self, problem, tensors):
+        for n in range(problem.spec.batch_size):
+            q = tensors.q[problem.q_rows(n)].transpose(0, 1).float()
+            k = problem.gathered(tensors.k_cache, n).transpose(0, 1).float()
+            k = k.repeat_interleave(problem.spec.group_size, 0)
+            torch.nn.functional.scaled_dot_product_attention(q[None], k[None], k[None])
+        return super().forward(problem, tensors)
+
+
+def test_torch_attention_over_every_key_is_seen_where_candidates_are_few():
+    assert watch_for_dense(Trial(SPARSE, AttendsDensely())) is not None
+    assert watch_for_dense(Trial(SPARSE, StepsBackend())) is None
+
+
+def test_a_dense_problem_has_no_dense_fallback():
+    assert watch_for_dense(Trial(CASE, AttendsDensely())) is None
