@@ -46,6 +46,7 @@ EXPRESSIBLE: dict[str, Domain] = {
     # a registered rule has no jit function of that name
     "mask": OneOf(tuple(value for value in FORWARD_AXES["mask"] if value != "custom")),
     "score": OneOf(tuple(value for value in FORWARD_AXES["score"] if value != "custom")),
+    "head_dim": OneOf(FORWARD_AXES["head_dim"]),
     "quant": Whole(),
     "dropout": Whole(),
 }

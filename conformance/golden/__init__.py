@@ -3,9 +3,10 @@
 import json
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 
-from attnconform.conformance.golden.vector import encode_vector
+from attnconform.conformance.golden.vector import Vector, encode_vector
 from attnconform.conformance.golden.verify import fault_of, read_manifest
 from attnconform.conformance.golden.write import all_vectors
 
@@ -21,7 +22,9 @@ def verify_command(console: Console) -> int:
 
 
 def write_command(console: Console, folder: Path) -> int:
-    """Writes every vector and the manifest that repeats their paths."""
+    """Writes every vector, the manifest that repeats their paths, and the schema of a file."""
+    schema = json.dumps(msgspec.json.schema(Vector), indent=1)
+    (folder / "schema.json").write_text(schema + "\n", encoding="utf-8")
     (folder / "vectors").mkdir(parents=True, exist_ok=True)
     paths = []
     for vector in all_vectors():

@@ -89,6 +89,7 @@ def recomputed(vector: Vector) -> dict[str, FloatArray]:
         numbers |= {"dq": gradients.dq, "dk": dk, "dv": dv}
         if gradients.dsink is not None:
             numbers["dsink"] = gradients.dsink
+        numbers |= {f"dscore{i}": gradient for i, gradient in enumerate(gradients.dscore)}
     return numbers
 
 

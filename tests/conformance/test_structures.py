@@ -81,8 +81,14 @@ def test_structure_cases_are_tagged_with_what_their_checks_judge() -> None:
     assert {case.operation for case in CASES} == {"structure"}
 
 
+LIVED = {
+    "PLAN-COPY", "PLAN-ALLOCATE", "PLAN-WORKSPACE", "PLAN-INPUTS", "PLAN-APART", "PLAN-REPLAY",
+}  # fmt: skip
+
+
 def test_every_new_clause_has_a_check_and_a_mistake() -> None:
     wanted = {i for i in clauses.CLAUSES if i.split("-")[0] in NEW_AREAS} | NEW_BLOCK_CLAUSES | NEW_LIST_CLAUSES
+    wanted -= LIVED  # those of a plan's life are judged by running it
     assert wanted <= set(STRUCTURE_CLAUSES)
     assert wanted <= {d.clause for d in MISTAKES}
     assert len(MISTAKES) >= len(wanted)
