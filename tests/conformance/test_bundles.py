@@ -84,7 +84,7 @@ def test_a_cut_run_keeps_its_whole_lines(tmp_path):
     unfinished = read_unfinished(path)
     assert unfinished is not None
     assert [line.case.id for line in unfinished[1]] == [case.id for case in CASES[:3]]
-    assert engine.results_to_keep(path, run.header) == unfinished[1]
+    assert engine.results_to_keep(path, run.header, list(CASES)) == unfinished[1]
 
 
 def test_a_cut_run_of_another_backend_is_not_gone_on_with(tmp_path):
@@ -92,7 +92,7 @@ def test_a_cut_run_of_another_backend_is_not_gone_on_with(tmp_path):
     path = tmp_path / "results.jsonl"
     path.write_bytes(encode_line(run.header) + encode_line(run.lines[0]))
     with pytest.raises(ValueError, match="its backend is not that of this run"):
-        engine.results_to_keep(path, msgspec.structs.replace(run.header, backend="other"))
+        engine.results_to_keep(path, msgspec.structs.replace(run.header, backend="other"), list(CASES))
 
 
 def test_a_resumed_run_judges_what_is_missing_and_is_whole(tmp_path):

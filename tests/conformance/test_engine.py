@@ -19,7 +19,9 @@ def command_of(*arguments):
 
 
 def environment():
-    return os.environ | {"PYTHONPATH": str(SOURCE), "COLUMNS": "200"}
+    """Ours, without what says that this process is a worker of pytest: the command is none."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return ours | {"PYTHONPATH": str(SOURCE), "COLUMNS": "200"}
 
 
 def attnconform(*arguments, cwd):

@@ -91,6 +91,7 @@ FROZEN: dict[tuple[ValueKind, str], str] = {
     ("zero_lane", "bfloat16"): "1daf26b9b7eee0f5",
     ("v_mean", "float16"): "876e032a875f33fb",
     ("integers", "float32"): "59ad111739c42ea1",
+    ("code_edges", "float16"): "5be2ed08cbe85f22",
 }
 
 
