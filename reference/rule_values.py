@@ -30,9 +30,16 @@ def mask_allows(
     request: int,
     q_idx: IntArray | int,  # logical query positions, broadcast against kv_idx
     kv_idx: IntArray,
-    qo_head: int = 0,
+    qo_head: int | None = None,  # None: of a rule that is the same for every head
 ) -> BoolArray:
-    """True where a query may look; no rule allows everything. [MASK-CAUSAL, MASK-PREFIX, MASK-DOCUMENT]"""
+    """True where a query may look; no rule allows everything. [MASK-CAUSAL, MASK-PREFIX, MASK-DOCUMENT]
+
+    Raises ValueError where a rule depends on the query head and none is given.
+    """
+    if qo_head is None:
+        if depends_on_head(rule):
+            raise ValueError(f"qo_head is None, but {rule} depends on the query head [MASK-HEAD-WINDOW]")
+        qo_head = 0
     everything = np.ones(np.broadcast(q_idx, kv_idx).shape, dtype=bool)
     match rule:
         case None:
@@ -109,7 +116,7 @@ def relative_bucket(num_buckets: int, q_idx: IntArray | int, kv_idx: IntArray) -
 
 
 def score_rule_slope(
-    rule: ScoreRule, scores: FloatArray, qo_head: int = 0, q_idx: IntArray | int = 0, kv_idx: IntArray | None = None
+    rule: ScoreRule, scores: FloatArray, qo_head: int, q_idx: IntArray | int, kv_idx: IntArray
 ) -> FloatArray:
     """Derivative of one rule with respect to the score it is given. [GRAD-SOFTCAP]"""
     match rule:
@@ -118,7 +125,6 @@ def score_rule_slope(
         case SoftCap(cap):
             return np.asarray(1 - np.tanh(scores / cap) ** 2)
         case CustomScore(name):
-            assert kv_idx is not None
             return np.asarray(SCORES[name].slope(scores, qo_head, q_idx, kv_idx))
 
 

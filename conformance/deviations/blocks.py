@@ -139,7 +139,7 @@ class ReadsABlockMask(Steps):
         if problem.candidates is not None or problem.mask_rule is None:
             return super().effective(problem, where, qo_head)
         kv_idx = np.arange(int(problem.seqlen_kv[where.request]))
-        allowed = mask_allows(problem.mask_rule, where.request, where.q_idx, kv_idx)
+        allowed = mask_allows(problem.mask_rule, where.request, where.q_idx, kv_idx, qo_head)
         tiles = np.split(allowed, range(MASK_TILE, len(allowed), MASK_TILE))
         kept = [self.members(tile) + i * MASK_TILE for i, tile in enumerate(tiles)]
         return Positions(np.concatenate([np.empty(0, dtype=np.int64), *kept]))
@@ -166,7 +166,7 @@ class CallsABlockFullBySomeRow(Steps):
         if problem.candidates is not None or problem.mask_rule is None:
             return right
         kv_idx = np.arange(int(problem.seqlen_kv[where.request]))
-        allowed = mask_allows(problem.mask_rule, where.request, where.q_idx + 1, kv_idx)
+        allowed = mask_allows(problem.mask_rule, where.request, where.q_idx + 1, kv_idx, qo_head)
         is_last = where.row + 1 == problem.qo_indptr[where.request + 1]
         full = [
             t for t in np.split(kv_idx, range(MASK_TILE, len(kv_idx), MASK_TILE)) if not is_last and allowed[t].all()
@@ -224,6 +224,6 @@ class UsesTheBlockMaskOfTheLongestRequest(Steps):
         listed = self.candidates(problem, where, qo_head).values
         longest = int(problem.seqlen_kv.argmax())
         q_idx = int(problem.q_offset[longest]) + where.local
-        right = mask_allows(problem.mask_rule, where.request, where.q_idx, listed)
-        live = np.unique(listed[mask_allows(problem.mask_rule, longest, q_idx, listed)] // MASK_TILE)
+        right = mask_allows(problem.mask_rule, where.request, where.q_idx, listed, qo_head)
+        live = np.unique(listed[mask_allows(problem.mask_rule, longest, q_idx, listed, qo_head)] // MASK_TILE)
         return Positions(listed[right & np.isin(listed // MASK_TILE, live)])

@@ -108,7 +108,7 @@ class MasksByPhysicalOrder(Steps):
         if not len(listed):
             return listed
         slots, q_slot = (self.slots(problem, where, p).values for p in (listed, own))
-        return Positions(listed.values[mask_allows(problem.mask_rule, where.request, int(q_slot[0]), slots)])
+        return Positions(listed.values[mask_allows(problem.mask_rule, where.request, int(q_slot[0]), slots, qo_head)])
 
 
 @deviates("COORD-LOGICAL", fault_class="T", report="article 1, 1.2: a bias by physical order")
@@ -129,7 +129,7 @@ class MasksByPlaceInTheList(Steps):
     def effective(self, problem: AttentionProblem, where: QueryRow, qo_head: int) -> Positions:
         listed = self.candidates(problem, where, qo_head)
         places = np.arange(len(listed))
-        return Positions(listed.values[mask_allows(problem.mask_rule, where.request, where.q_idx, places)])
+        return Positions(listed.values[mask_allows(problem.mask_rule, where.request, where.q_idx, places, qo_head)])
 
 
 @deviates("COORD-LOGICAL", fault_class="B", report="article 2, 5.2: score_mod given the index of the gathered key")
@@ -161,7 +161,7 @@ class PermutesRows(Steps):
     def forward(self, problem: AttentionProblem, q: FloatArray, k: FloatArray, v: FloatArray) -> AttentionResult:
         result = super().forward(problem, q, k, v)
         order = self.order(problem)
-        return AttentionResult(result.out[order], result.lse[order])
+        return replace(result, out=result.out[order], lse=result.lse[order])
 
     def order(self, problem: AttentionProblem) -> IntArray:
         """For each row of the output, the row that was computed for it."""

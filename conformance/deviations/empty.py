@@ -91,7 +91,7 @@ class RewritesResults(Steps):
         result = super().forward(problem, q, k, v)
         out, lse = result.out.copy(), result.lse.copy()
         self.rewrite(out, lse, is_empty(self, problem))
-        return AttentionResult(out, lse)
+        return replace(result, out=out, lse=lse)
 
     def rewrite(self, out: FloatArray, lse: FloatArray, empty: BoolArray) -> None:
         """Changes out and lse in place."""

@@ -55,7 +55,7 @@ class StoresHeadsWithinGroupsFirst(Steps):
     def forward(self, problem: AttentionProblem, q: FloatArray, k: FloatArray, v: FloatArray) -> AttentionResult:
         result = super().forward(problem, q, k, v)
         order = np.arange(problem.num_qo_heads).reshape(problem.num_kv_heads, -1).T.ravel()
-        return AttentionResult(result.out[:, order], result.lse[:, order])
+        return replace(result, out=result.out[:, order], lse=result.lse[:, order])
 
 
 class PicksLists(Steps):

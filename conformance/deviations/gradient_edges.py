@@ -62,7 +62,7 @@ class ReadsEdgesUntransposed(Steps):
     def effective_in_backward(self, problem: AttentionProblem, where: QueryRow, qo_head: int) -> Positions:
         kept = self.effective(problem, where, qo_head).values
         rule, own = problem.mask_rule, np.array([where.q_idx])
-        mirrored = np.array([mask_allows(rule, where.request, int(j), own)[0] for j in kept], dtype=bool)
+        mirrored = np.array([mask_allows(rule, where.request, int(j), own, qo_head)[0] for j in kept], dtype=bool)
         return Positions(kept[mirrored])
 
 
@@ -181,7 +181,7 @@ class AlignsTopLeftInBackward(SelectsAgain):
 
     def select(self, problem: AttentionProblem, where: QueryRow, qo_head: int) -> Positions:
         listed = self.candidates(problem, where, qo_head).values
-        return Positions(listed[mask_allows(problem.mask_rule, where.request, where.local, listed)])
+        return Positions(listed[mask_allows(problem.mask_rule, where.request, where.local, listed, qo_head)])
 
 
 @deviates("GRAD-SET", fault_class="K", report="article 1, 5.2: ties and rounding flip a selection that is made again")

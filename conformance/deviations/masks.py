@@ -33,6 +33,7 @@ class ReadsRules(Steps):
 
     def effective(self, problem: AttentionProblem, where: QueryRow, qo_head: int) -> Positions:
         listed = self.candidates(problem, where, qo_head)
+        self.qo_head = qo_head
         return Positions(listed.values[self.allows(problem.mask_rule, where, listed.values)])
 
     def allows(self, rule: MaskRule | None, where: QueryRow, kv_idx: IntArray) -> BoolArray:
@@ -42,7 +43,7 @@ class ReadsRules(Steps):
                 return np.asarray(np.logical_and.reduce([self.allows(part, where, kv_idx) for part in rules]))
             case Or(rules):
                 return np.asarray(np.logical_or.reduce([self.allows(part, where, kv_idx) for part in rules]))
-        return mask_allows(rule, where.request, where.q_idx, kv_idx)
+        return mask_allows(rule, where.request, where.q_idx, kv_idx, self.qo_head)
 
 
 @deviates("MASK-CAUSAL", fault_class="M", report="BR-40 microsoft/onnxruntime#28904: future keys allowed")
@@ -133,7 +134,7 @@ class MovesQueries(Steps):
     def effective(self, problem: AttentionProblem, where: QueryRow, qo_head: int) -> Positions:
         listed = self.candidates(problem, where, qo_head)
         at = self.q_idx(problem, where)
-        return Positions(listed.values[mask_allows(problem.mask_rule, where.request, at, listed.values)])
+        return Positions(listed.values[mask_allows(problem.mask_rule, where.request, at, listed.values, qo_head)])
 
     def q_idx(self, problem: AttentionProblem, where: QueryRow) -> int:
         """Logical position of a row, as the mistake has it."""

@@ -186,7 +186,7 @@ class MasksBeforeTheCap(Steps):
     def scores(
         self, problem: AttentionProblem, where: QueryRow, qo_head: int, positions: Positions, dot: FloatArray
     ) -> Scored:
-        allowed = mask_allows(problem.mask_rule, where.request, where.q_idx, positions.values)
+        allowed = mask_allows(problem.mask_rule, where.request, where.q_idx, positions.values, qo_head)
         return super().scores(problem, where, qo_head, positions, np.where(allowed, dot, -np.inf))
 
 

@@ -12,10 +12,12 @@ import torch
 from attnconform.conformance.adapters.reference_steps import StepsBackend
 from attnconform.conformance.adapters.reference_structures import ReferenceStructures
 from attnconform.conformance.cases.matrix import matrix
-from attnconform.conformance.cases.structure import Case
+from attnconform.conformance.cases.structure import Case, build_problem
 from attnconform.conformance.clauses import CLAUSES
 from attnconform.conformance.deviations import DEVIATIONS, FAULT_CLASSES, VARIANTS
+from attnconform.conformance.deviations.blocks import ReadsABlockMask
 from attnconform.conformance.deviations.deviation import Deviation, add, idea_of, kebab_case
+from attnconform.conformance.deviations.masks import ReadsRules
 from attnconform.conformance.deviations.observation import observe
 from attnconform.conformance.judge.trial import BackendCrash, Trial
 from attnconform.reference.steps import Steps
@@ -141,6 +143,16 @@ def alike(deviations: list[Deviation], cases: list[Case]) -> list[list[Deviation
     for deviation in deviations:
         found.setdefault(fingerprint(deviation, cases), []).append(deviation)
     return [group for group in found.values() if len(group) > 1]
+
+
+@pytest.mark.parametrize("base", [ReadsRules, ReadsABlockMask], ids=lambda base: base.__name__)
+def test_a_base_of_mask_mistakes_is_right_itself_where_masks_differ_by_head(base: type[Steps]) -> None:
+    cases = [c for c in matrix("L1") if c.operation == "forward" and c.axes["mask"] in ("head_window", "custom")]
+    for problem in (build_problem(case.structure) for case in cases[:12]):
+        for where in problem.rows():
+            for head in range(problem.num_qo_heads):
+                got, want = (steps.effective(problem, where, head).values for steps in (base(), Steps()))
+                assert np.array_equal(got, want)
 
 
 def test_a_name_becomes_kebab_case() -> None:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from feature_structures import FEATURES, SMALL, featured_cases, with_features
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -97,3 +98,8 @@ def test_a_table_of_multiples_of_the_distance_is_alibi_and_shares_its_gradient(c
     )
     scale = max(1.0, np.abs(owed).max(initial=0.0), np.abs(found).max(initial=0.0) * reach)
     np.testing.assert_allclose(found @ np.arange(-reach, reach + 1), owed, rtol=0, atol=1e-13 * scale)
+
+
+def test_a_rule_that_depends_on_the_head_is_never_asked_without_one() -> None:
+    with pytest.raises(ValueError, match=r"^qo_head is None, but [^\n]* \[MASK-HEAD-WINDOW\]$"):
+        mask_allows(And((Causal(), HeadWindow((1,), (0,)))), 0, 3, np.arange(4))
