@@ -86,7 +86,7 @@ def test_a_misbehaving_backend_gets_its_state_and_loses_no_other_case(miniatures
         ("Segfaults", "killed by SIGSEGV"),
         ("Dies", "ended with exit code 11"),
         ("Hangs", "outlived its time limit in misbehave, miniatures.py line"),
-        ("Leaks", "each of 5 equal calls keeps memory"),
+        ("Leaks", "each of 24 equal calls keeps memory"),
         ("Races", "differs from run to run"),
     ],
 )
