@@ -1,6 +1,6 @@
 """Attention of one row in mpmath, to certify the float64 reference. Slow, and only for small or extreme rows."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import mpmath
 import numpy as np
@@ -96,7 +96,7 @@ def _exact_row_of(
     values = steps.dropout_weights(problem, where, qo_head, positions)[:, None] * steps.values(
         problem, slots, kv_head, v
     )
-    encoded = steps.keys(_without_rope(problem), where, positions, slots, kv_head, k)
+    encoded = steps.key_numbers(problem, slots, kv_head, k)
     scores = _exact_scores(problem, steps, where, qo_head, positions, q, encoded)
     sink = None if problem.sink_logits is None else float(problem.sink_logits[qo_head])
     return exact_row(scores, values, sink)
@@ -166,7 +166,7 @@ def _score_sizes(
     """Scores of one row, (n,), and the largest numbers that they pass through."""
     kv_head = steps.kv_head(problem, qo_head)
     slots = steps.head_slots(problem, steps.slots(problem, where, positions), kv_head)
-    keys, query = steps.keys(problem, where, positions, slots, kv_head, k), steps.query(problem, where, q)
+    keys, query = steps.keys(problem, positions, slots, kv_head, k), steps.query(problem, where, q)
     sizes = abs(problem.sm_scale) * (np.abs(keys) @ np.abs(query))
     if problem.rope is not None and problem.rope.turns:
         # an angle is off by its own size: far positions turn less exactly
@@ -177,10 +177,6 @@ def _score_sizes(
         sizes, score = sizes + np.abs(after - score), after
     bias = np.broadcast_to(steps.rank_bias(problem, where, qo_head, positions), score.shape)
     return score + bias, sizes + np.abs(bias)
-
-
-def _without_rope(problem: AttentionProblem) -> AttentionProblem:
-    return replace(problem, rope=None)
 
 
 def _exact_scores(

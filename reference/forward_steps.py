@@ -68,20 +68,21 @@ class ForwardSteps:
             return q
         return rotate(q[None], np.array([where.q_idx]), problem.rope)[0]
 
-    def keys(
-        self,
-        problem: AttentionProblem,
-        where: QueryRow,
-        positions: Positions,
-        slots: IntArray,
-        kv_head: int,
-        k: FloatArray,
-    ) -> FloatArray:
-        """The keys as scores see them, (n, head_dim_qk). [QUANT-VALUE, ROPE-POSITION]"""
-        rows = dequantize(k[slots, kv_head], problem.k_quant, slots, kv_head, page_size=problem.cache.page_size)
+    def key_numbers(self, problem: AttentionProblem, slots: IntArray, kv_head: int, k: FloatArray) -> FloatArray:
+        """The keys as the cache holds them, dequantized, (n, head_dim_qk). [QUANT-VALUE]"""
+        return dequantize(k[slots, kv_head], problem.k_quant, slots, kv_head, page_size=problem.cache.page_size)
+
+    def turn_keys(self, problem: AttentionProblem, keys: FloatArray, positions: IntArray) -> FloatArray:
+        """The keys as scores see them. [ROPE-POSITION]"""
         if problem.rope is None or not problem.rope.turns:
-            return rows
-        return rotate(rows, positions.values, problem.rope)
+            return keys
+        return rotate(keys, positions, problem.rope)
+
+    def keys(
+        self, problem: AttentionProblem, positions: Positions, slots: IntArray, kv_head: int, k: FloatArray
+    ) -> FloatArray:
+        """The keys at some positions, as scores see them, (n, head_dim_qk)."""
+        return self.turn_keys(problem, self.key_numbers(problem, slots, kv_head, k), positions.values)
 
     def values(self, problem: AttentionProblem, slots: IntArray, kv_head: int, v: FloatArray) -> FloatArray:
         """The values that are summed, (n, head_dim_vo). [QUANT-VALUE]"""
@@ -163,7 +164,7 @@ class ForwardSteps:
         """Scores of some keys, (n,), and the values that are summed under them, (n, head_dim_vo)."""
         kv_head = self.kv_head(problem, qo_head)
         slots = self.head_slots(problem, self.slots(problem, where, positions), kv_head)
-        dot = self.keys(problem, where, positions, slots, kv_head, k) @ self.query(problem, where, q)
+        dot = self.keys(problem, positions, slots, kv_head, k) @ self.query(problem, where, q)
         scores, _ = self.scores(problem, where, qo_head, positions, dot)
         weights = self.dropout_weights(problem, where, qo_head, positions)
         return scores, weights[:, None] * self.values(problem, slots, kv_head, v)

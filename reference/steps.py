@@ -93,7 +93,7 @@ class Steps(ForwardSteps):
         at = np.searchsorted(into.slots, slots)
         query, keys = (
             self.query(problem, where, arrives.q),
-            self.keys(problem, where, positions, slots, kv_head, k),
+            self.keys(problem, positions, slots, kv_head, k),
         )
         weights = self.dropout_weights_in_backward(problem, where, qo_head, positions)
         dot = keys @ query

@@ -7,45 +7,30 @@ import numpy as np
 from attnconform.conformance.deviations.deviation import deviates
 from attnconform.conformance.deviations.gradients import BackwardCall, ChangesGradients
 from attnconform.reference.coordinates import FloatArray, IntArray, Positions
-from attnconform.reference.problem import AttentionProblem, QueryRow
+from attnconform.reference.problem import AttentionProblem
 from attnconform.reference.quantization import Quantization, dequantize
 from attnconform.reference.results import Gradients
 from attnconform.reference.steps import Steps
 
 
 class ReadsCodes(Steps):
-    """The reference with two hooks: how K and V are made of their codes. Keys are not turned here."""
+    """The reference with two hooks: the numbers that codes stand for, and what the codes are multiplied by."""
 
-    def keys(
-        self,
-        problem: AttentionProblem,
-        where: QueryRow,
-        positions: Positions,
-        slots: IntArray,
-        kv_head: int,
-        k: FloatArray,
-    ) -> FloatArray:
-        if problem.k_quant is None or (problem.rope is not None and problem.rope.turns):
-            return super().keys(problem, where, positions, slots, kv_head, k)
-        return self.numbers(problem, problem.k_quant, positions, slots, kv_head, k)
+    def key_numbers(self, problem: AttentionProblem, slots: IntArray, kv_head: int, k: FloatArray) -> FloatArray:
+        if problem.k_quant is None:
+            return super().key_numbers(problem, slots, kv_head, k)
+        return self.numbers(problem, problem.k_quant, slots, kv_head, k)
 
     def values(self, problem: AttentionProblem, slots: IntArray, kv_head: int, v: FloatArray) -> FloatArray:
         if problem.v_quant is None:
             return super().values(problem, slots, kv_head, v)
-        return self.numbers(problem, problem.v_quant, None, slots, kv_head, v)
+        return self.numbers(problem, problem.v_quant, slots, kv_head, v)
 
     def numbers(
-        self,
-        problem: AttentionProblem,
-        quant: Quantization,
-        positions: Positions | None,  # of keys; values do not know them
-        slots: IntArray,
-        kv_head: int,
-        cache: FloatArray,
+        self, problem: AttentionProblem, quant: Quantization, slots: IntArray, kv_head: int, cache: FloatArray
     ) -> FloatArray:
         """Numbers of some slots, (n, head_dim)."""
-        scales = self.scales(problem, quant, slots, kv_head)
-        return np.asarray(cache[slots, kv_head] * scales)
+        return np.asarray(cache[slots, kv_head] * self.scales(problem, quant, slots, kv_head))
 
     def scales(self, problem: AttentionProblem, quant: Quantization, slots: IntArray, kv_head: int) -> FloatArray:
         """What codes are multiplied by."""
@@ -56,16 +41,8 @@ class ReadsCodes(Steps):
 class IgnoresTheKeysScale(Steps):
     """Codes of K are taken for numbers."""
 
-    def keys(
-        self,
-        problem: AttentionProblem,
-        where: QueryRow,
-        positions: Positions,
-        slots: IntArray,
-        kv_head: int,
-        k: FloatArray,
-    ) -> FloatArray:
-        return super().keys(replace(problem, k_quant=None), where, positions, slots, kv_head, k)
+    def key_numbers(self, problem: AttentionProblem, slots: IntArray, kv_head: int, k: FloatArray) -> FloatArray:
+        return k[slots, kv_head]
 
 
 @deviates("QUANT-VALUE", fault_class="A", report="no report: the output's scale forgotten in one path")
@@ -97,17 +74,11 @@ class FlushesSubnormalCodes(ReadsCodes):
     """Codes below the smallest normal number of their format become 0."""
 
     def numbers(
-        self,
-        problem: AttentionProblem,
-        quant: Quantization,
-        positions: Positions | None,
-        slots: IntArray,
-        kv_head: int,
-        cache: FloatArray,
+        self, problem: AttentionProblem, quant: Quantization, slots: IntArray, kv_head: int, cache: FloatArray
     ) -> FloatArray:
         smallest = {"int8": 0.0, "float8_e4m3": 2.0**-6, "float8_e5m2": 2.0**-14}[quant.format]
         flushed = np.where(np.abs(cache) < smallest, 0.0, cache)
-        return super().numbers(problem, quant, positions, slots, kv_head, flushed)
+        return super().numbers(problem, quant, slots, kv_head, flushed)
 
 
 @deviates("QUANT-VALUE", fault_class="Z", report="article 1, 6.1: FP8 scale boundary; -128 has no counterpart")
@@ -115,16 +86,10 @@ class SaturatesAtTheLargestPositiveCode(ReadsCodes):
     """Codes are clipped to a symmetric range one step too small."""
 
     def numbers(
-        self,
-        problem: AttentionProblem,
-        quant: Quantization,
-        positions: Positions | None,
-        slots: IntArray,
-        kv_head: int,
-        cache: FloatArray,
+        self, problem: AttentionProblem, quant: Quantization, slots: IntArray, kv_head: int, cache: FloatArray
     ) -> FloatArray:
         largest = {"int8": 127.0, "float8_e4m3": 240.0, "float8_e5m2": 448.0}[quant.format]
-        return super().numbers(problem, quant, positions, slots, kv_head, np.clip(cache, -largest, largest))
+        return super().numbers(problem, quant, slots, kv_head, np.clip(cache, -largest, largest))
 
 
 @deviates("QUANT-GRANULARITY", fault_class="T", report="article 1, 7.2: page scales follow the physical page")
@@ -169,19 +134,16 @@ class TakesTheFirstChannelsScale(ReadsCodes):
 class ReadsPageScalesByLogicalPage(ReadsCodes):
     """Scales of K are looked up by the logical page of a key."""
 
-    def numbers(
-        self,
-        problem: AttentionProblem,
-        quant: Quantization,
-        positions: Positions | None,
-        slots: IntArray,
-        kv_head: int,
-        cache: FloatArray,
+    def keys(
+        self, problem: AttentionProblem, positions: Positions, slots: IntArray, kv_head: int, k: FloatArray
     ) -> FloatArray:
-        if positions is None or quant.granularity not in ("page", "token"):
-            return super().numbers(problem, quant, positions, slots, kv_head, cache)
-        scales = quant.scales_at(positions.values, kv_head, page_size=problem.cache.page_size)
-        return np.asarray(cache[slots, kv_head] * scales)
+        self.logical = positions.values
+        return super().keys(problem, positions, slots, kv_head, k)
+
+    def key_numbers(self, problem: AttentionProblem, slots: IntArray, kv_head: int, k: FloatArray) -> FloatArray:
+        if problem.k_quant is None or problem.k_quant.granularity not in ("page", "token"):
+            return super().key_numbers(problem, slots, kv_head, k)
+        return k[slots, kv_head] * self.scales(problem, problem.k_quant, self.logical, kv_head)
 
 
 @deviates("QUANT-APART", fault_class="A", report="article 1, 7.2: K and V may have different formats")

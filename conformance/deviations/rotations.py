@@ -16,31 +16,17 @@ class RotatesKeysBySlot(Steps):
     """A key turns by its slot."""
 
     def keys(
-        self,
-        problem: AttentionProblem,
-        where: QueryRow,
-        positions: Positions,
-        slots: IntArray,
-        kv_head: int,
-        k: FloatArray,
+        self, problem: AttentionProblem, positions: Positions, slots: IntArray, kv_head: int, k: FloatArray
     ) -> FloatArray:
-        return super().keys(problem, where, Positions(slots), slots, kv_head, k)
+        return super().keys(problem, Positions(slots), slots, kv_head, k)
 
 
 @deviates("ROPE-POSITION", fault_class="K", report="article 1, 7.3: gathered keys rotated by their place in the gather")
 class RotatesKeysByPlaceInTheList(Steps):
     """A key turns by its place among the keys that were gathered."""
 
-    def keys(
-        self,
-        problem: AttentionProblem,
-        where: QueryRow,
-        positions: Positions,
-        slots: IntArray,
-        kv_head: int,
-        k: FloatArray,
-    ) -> FloatArray:
-        return super().keys(problem, where, Positions(np.arange(len(slots))), slots, kv_head, k)
+    def turn_keys(self, problem: AttentionProblem, keys: FloatArray, positions: IntArray) -> FloatArray:
+        return super().turn_keys(problem, keys, np.arange(len(keys)))
 
 
 @deviates("ROPE-POSITION", fault_class="M", report="article 2, 5.1: a decoded query counted from 0")
@@ -66,16 +52,8 @@ class RotatesEncodedKeysAgain(Steps):
     def query(self, problem: AttentionProblem, where: QueryRow, q: FloatArray) -> FloatArray:
         return super().query(as_raw(problem), where, q)
 
-    def keys(
-        self,
-        problem: AttentionProblem,
-        where: QueryRow,
-        positions: Positions,
-        slots: IntArray,
-        kv_head: int,
-        k: FloatArray,
-    ) -> FloatArray:
-        return super().keys(as_raw(problem), where, positions, slots, kv_head, k)
+    def turn_keys(self, problem: AttentionProblem, keys: FloatArray, positions: IntArray) -> FloatArray:
+        return super().turn_keys(as_raw(problem), keys, positions)
 
 
 def as_raw(problem: AttentionProblem) -> AttentionProblem:
@@ -89,16 +67,8 @@ class TurnsOtherwise(Steps):
     def query(self, problem: AttentionProblem, where: QueryRow, q: FloatArray) -> FloatArray:
         return super().query(self.changed(problem), where, q)
 
-    def keys(
-        self,
-        problem: AttentionProblem,
-        where: QueryRow,
-        positions: Positions,
-        slots: IntArray,
-        kv_head: int,
-        k: FloatArray,
-    ) -> FloatArray:
-        return super().keys(self.changed(problem), where, positions, slots, kv_head, k)
+    def turn_keys(self, problem: AttentionProblem, keys: FloatArray, positions: IntArray) -> FloatArray:
+        return super().turn_keys(self.changed(problem), keys, positions)
 
     def changed(self, problem: AttentionProblem) -> AttentionProblem:
         """The problem with the rotation that the mistake uses."""

@@ -129,7 +129,7 @@ class Telling:
         steps, problem, values = Steps(), self.problem, self.values
         kv_head, positions = steps.kv_head(problem, qo_head), steps.effective(problem, where, qo_head)
         slots = steps.head_slots(problem, steps.slots(problem, where, positions), kv_head)
-        keys = steps.keys(problem, where, positions, slots, kv_head, values.k)
+        keys = steps.keys(problem, positions, slots, kv_head, values.k)
         dots = keys @ steps.query(problem, where, values.q[where.row, qo_head])
         return positions, steps.scale(problem, dots)
 

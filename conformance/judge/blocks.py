@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from attnconform.conformance.bounds.block import AttentionBlock
+from attnconform.conformance.bounds.numerics import FORMATS
 from attnconform.conformance.cases.values import Values
 from attnconform.conformance.judge.trial import Trial
 from attnconform.reference.coordinates import FloatArray, IntArray, Positions
@@ -15,7 +16,7 @@ from attnconform.reference.rule_values import apply_score_rule
 from attnconform.reference.rules import CustomScore, SoftCap
 from attnconform.reference.steps import Steps
 
-UNIT = 2.0**-24
+UNIT = FORMATS["float32"].u
 SCALE_ROUNDINGS = 2  # a code times its scale, or a product that was scaled afterwards
 TURN_ROUNDINGS = 4  # frequency, angle, sine or cosine, and the two products with their sum
 
@@ -52,7 +53,7 @@ def place_block(
     problem, steps = trial.problem, Steps()
     every = Positions(np.arange(len(slots)))
     q = np.stack([steps.query(problem, w, values.q[w.row, h]) for w, h in stacked])
-    k = steps.keys(problem, stacked[0][0], every, slots, kv_head, values.k)
+    k = steps.keys(problem, every, slots, kv_head, values.k)
     v = steps.values(problem, slots, kv_head, values.v)
     mask = np.zeros((len(stacked), len(slots)), dtype=bool)
     scores, slope = np.zeros(mask.shape), np.ones(mask.shape)

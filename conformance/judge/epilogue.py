@@ -4,13 +4,13 @@ import numpy as np
 
 from attnconform.conformance.bounds.numerics import FORMATS
 from attnconform.conformance.clauses import checks
+from attnconform.conformance.judge.blocks import UNIT
 from attnconform.conformance.judge.trial import Trial
 from attnconform.conformance.judge.verdict import Finding
 from attnconform.reference.coordinates import FloatArray
 from attnconform.reference.epilogue import Activation, Cast, Gate, epilogue_step
 from attnconform.reference.problem import AttentionProblem
 
-UNIT = 2.0**-24
 EXP_ROUNDINGS = 8  # an exponential, a sum, a quotient, a product
 STEEPEST_SILU = 1.0999  # the largest slope of x / (1 + exp(-x))
 

@@ -9,6 +9,7 @@ from attnconform.conformance.bounds.forward import ForwardBounds, forward_bounds
 from attnconform.conformance.bounds.numerics import Numerics
 from attnconform.conformance.cases.values import Values
 from attnconform.conformance.judge.blocks import TURN_ROUNDINGS, UNIT, PlacedBlock, placed_blocks
+from attnconform.conformance.judge.epilogue import EXP_ROUNDINGS
 from attnconform.conformance.judge.trial import ObservedGradients, Trial
 from attnconform.conformance.judge.values import Comparison
 from attnconform.reference.coordinates import FloatArray, IntArray
@@ -24,7 +25,6 @@ from attnconform.reference.rule_values import (
 from attnconform.reference.rules import Alibi, CustomScore, RelativeBias, ScoreRule, SoftCap
 from attnconform.reference.steps import AttentionResult, Gradients, Steps
 
-EXP_ROUNDINGS = 8  # of an activation's slope
 COEFFICIENT_ROUNDINGS = 16  # of what a score's gradient is multiplied by on its way to a parameter
 STEEPEST_COEFFICIENT = 0.77  # the largest slope of tanh(x) - x (1 - tanh(x)^2), which is 2 x tanh(x) (1 - tanh(x)^2)
 BOTH_FORMS = ("worst", "prob")

@@ -2,7 +2,7 @@
 
 import numpy as np
 from feature_structures import SMALL, all_pairs, featured_cases, pairs_of, with_features
-from hypothesis import given, settings
+from hypothesis import Phase, find, given, settings
 from plain_attention import attended, plain_attention, queries, slot_of
 
 from attnconform.conformance.cases import profiles
@@ -21,25 +21,37 @@ def assert_close(got: np.ndarray, want: np.ndarray, by: np.ndarray, where: str) 
     assert not bad.any(), (where, np.argwhere(bad)[:3].tolist(), got[bad][:3], want[bad][:3])
 
 
+def assert_attention_is_plain(case: Case) -> None:
+    problem = build_problem(case.structure)
+    values = build_values(case, problem)
+    want = plain_attention(case.structure, problem.k_quant, problem.v_quant, values)
+    got = attention(problem, values.q, values.k, values.v)
+    seen = np.isfinite(want.lse)
+    assert np.array_equal(seen, np.isfinite(got.lse))
+    assert_close(got.lse[seen], want.lse[seen], np.maximum(1, np.abs(want.lse[seen])), "lse")
+    assert_close(got.before_epilogue, want.merged, want.condition, "merged")
+    assert_close(got.out, want.out, np.maximum(want.condition, np.abs(want.out)), "out")
+
+
+def case_with(pair: frozenset[str]) -> Case:
+    """A drawn case that has both features."""
+    drawn_only = settings(max_examples=5000, phases=[Phase.generate], database=None, derandomize=True)
+    return find(featured_cases(FEATURED), lambda case: pair in pairs_of(case.structure), settings=drawn_only)
+
+
 def test_attention_is_what_scalar_loops_over_every_edge_give() -> None:
     met: set[frozenset[str]] = set()
 
     @settings(max_examples=profiles.examples(200))
     @given(featured_cases(FEATURED))
     def check(case: Case) -> None:
-        problem = build_problem(case.structure)
-        values = build_values(case, problem)
-        want = plain_attention(case.structure, problem.k_quant, problem.v_quant, values)
-        got = attention(problem, values.q, values.k, values.v)
-        seen = np.isfinite(want.lse)
-        assert np.array_equal(seen, np.isfinite(got.lse))
-        assert_close(got.lse[seen], want.lse[seen], np.maximum(1, np.abs(want.lse[seen])), "lse")
-        assert_close(got.before_epilogue, want.merged, want.condition, "merged")
-        assert_close(got.out, want.out, np.maximum(want.condition, np.abs(want.out)), "out")
+        assert_attention_is_plain(case)
         met.update(pairs_of(case.structure))
 
     check()
-    assert all_pairs() <= met, sorted(map(sorted, all_pairs() - met))
+    # what is drawn depends on which modules are loaded, so a few pairs may be left
+    for pair in sorted(all_pairs() - met, key=sorted):
+        assert_attention_is_plain(case_with(pair))
 
 
 @settings(max_examples=profiles.examples(100))
