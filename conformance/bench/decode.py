@@ -6,6 +6,7 @@ launch, and all of them end to end.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from msgspec.structs import replace as replaced
@@ -122,7 +123,7 @@ def stages(sets: list[DecodeWork], runs: list[PlanRun], tier: TierRun) -> Iterat
     """Calls of every stage, one for each input set."""
 
     def each(call: Callable[[DecodeWork], object]) -> list[Call]:
-        return [lambda w=w: call(w) for w in sets]  # type: ignore[misc]
+        return [partial(call, work) for work in sets]
 
     yield "attention", list(runs)
     tier.index(sets[0])

@@ -11,7 +11,22 @@ from attnconform.reference.coordinates import BoolArray, FloatArray, Positions
 from attnconform.reference.dropout import kept_edges
 from attnconform.reference.problem import AttentionProblem, QueryRow
 from attnconform.reference.rule_values import apply_score_rule, mask_allows, score_rule_slope
-from attnconform.reference.rules import MaskRule, ScoreRule
+from attnconform.reference.rules import (
+    Alibi,
+    And,
+    Causal,
+    CustomMask,
+    CustomScore,
+    Document,
+    HeadWindow,
+    MaskRule,
+    Or,
+    PrefixLM,
+    RelativeBias,
+    ScoreRule,
+    SoftCap,
+    Window,
+)
 from attnconform.reference.steps import Steps
 
 WRITTEN_OUT = 12  # numbers; larger arrays are packed
@@ -20,7 +35,6 @@ BFLOAT16_LINES = [
     "bits = y.astype(np.float32).view(np.uint32)",
     "y = ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32).astype(np.float64)",
 ]
-SIDES = (("left", "i - j"), ("right", "j - i"))
 
 
 class Untold(ValueError):
@@ -54,25 +68,28 @@ class Telling:
 
     def mask(self, rule: MaskRule | None) -> str:
         """A mask rule in n, h, i and j: request, query head, query and key position."""
-        kind = type(rule).__name__
-        if rule is None:
-            return "True"
-        if kind == "Causal":
-            return "j <= i"
-        if kind == "Window":
-            sides = [(getattr(rule, name), distance) for name, distance in SIDES]
-            return " and ".join(f"{distance} <= {side}" for side, distance in sides if side is not None) or "True"
-        if kind == "HeadWindow":
-            sides = [(list(getattr(rule, name)), distance) for name, distance in SIDES]
-            return " and ".join(f"({side}[h] is None or {distance} <= {side}[h])" for side, distance in sides)
-        if kind == "PrefixLM":
-            return f"j < {list(getattr(rule, 'prefix_len'))}[n] or j <= i"  # noqa: B009  one of a union
-        if kind == "Document":
-            starts = f"{[list(row) for row in getattr(rule, 'starts')]}[n]"  # noqa: B009
-            return f"sum(x <= i for x in {starts}) == sum(x <= j for x in {starts})"
-        if kind in ("And", "Or"):
-            return f" {kind.lower()} ".join(f"({self.mask(part)})" for part in getattr(rule, "rules"))  # noqa: B009
-        return self.table(rule)
+        match rule:
+            case None:
+                return "True"
+            case Causal():
+                return "j <= i"
+            case Window(left, right):
+                sides = ((left, "i - j"), (right, "j - i"))
+                return " and ".join(f"{distance} <= {side}" for side, distance in sides if side is not None) or "True"
+            case HeadWindow(lefts, rights):
+                of_heads = ((list(lefts), "i - j"), (list(rights), "j - i"))
+                return " and ".join(f"({side}[h] is None or {distance} <= {side}[h])" for side, distance in of_heads)
+            case PrefixLM(prefix_len):
+                return f"j < {list(prefix_len)}[n] or j <= i"
+            case Document(starts):
+                rows = f"{[list(row) for row in starts]}[n]"
+                return f"sum(x <= i for x in {rows}) == sum(x <= j for x in {rows})"
+            case And(rules):
+                return " and ".join(f"({self.mask(part)})" for part in rules)
+            case Or(rules):
+                return " or ".join(f"({self.mask(part)})" for part in rules)
+            case CustomMask():
+                return self.table(rule)
 
     def table(self, rule: MaskRule) -> str:
         """A rule that is registered code, as the set of what it allows here."""
@@ -93,20 +110,17 @@ class Telling:
 
     def score(self, rule: ScoreRule) -> list[str]:
         """A score rule as statements that change s and slope."""
-        kind = type(rule).__name__
-        if kind == "Alibi":
-            return [f"s = s + {list(getattr(rule, 'slopes'))}[h] * (keys - i)"]  # noqa: B009
-        if kind == "SoftCap":
-            cap = getattr(rule, "cap")  # noqa: B009
-            return [f"slope = slope * (1 - np.tanh(s / {cap!r}) ** 2)", f"s = {cap!r} * np.tanh(s / {cap!r})"]
-        if kind == "RelativeBias":
-            tables = getattr(rule, "tables")  # noqa: B009
-            reach = len(tables[0]) // 2
-            table = f"np.array({[list(row) for row in tables]}[h])"
-            return [f"s = s + {table}[np.clip(keys - i, -{reach}, {reach}) + {reach}]"]
-        if kind == "CustomScore":
-            return self.scored(rule)
-        raise Untold(f"score rule {kind} has no statement")
+        match rule:
+            case Alibi(slopes):
+                return [f"s = s + {list(slopes)}[h] * (keys - i)"]
+            case SoftCap(cap):
+                return [f"slope = slope * (1 - np.tanh(s / {cap!r}) ** 2)", f"s = {cap!r} * np.tanh(s / {cap!r})"]
+            case RelativeBias(tables):
+                reach = len(tables[0]) // 2
+                table = f"np.array({[list(row) for row in tables]}[h])"
+                return [f"s = s + {table}[np.clip(keys - i, -{reach}, {reach}) + {reach}]"]
+            case CustomScore():
+                return self.scored(rule)
 
     def scored(self, rule: ScoreRule) -> list[str]:
         """A rule that is registered code, as the scores and slopes that it gives here."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -78,7 +79,7 @@ def dense_mask_decode(sets: list[DecodeWork], machine: Machine) -> PeerRun:
     masks = [build(work) for work in sets]
 
     def stage(call: Callable[[int], object]) -> list[Call]:
-        return [lambda n=n: call(n) for n in range(len(sets))]  # type: ignore[misc]
+        return [partial(call, n) for n in range(len(sets))]
 
     return PeerRun(
         name="sdpa under a dense mask",
