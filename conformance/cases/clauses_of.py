@@ -89,7 +89,7 @@ def clauses_of(operation: str, row: Row, problem: AttentionProblem) -> tuple[str
         clauses.update(OF_VALUE.get(pair, ()))
     if row.get("quant", "none") != "none":
         clauses.update(QUANTIZED)
-    if operation == "forward" and row["values"] == "peaked":  # on one kind of values, for it costs calls
+    if operation == "forward" and row["values"] == "peaked":  # every forward case is measured; one kind speaks for all
         clauses.add("SAFE-MEMORY")
     if is_editable(operation, row):
         clauses.add("RULE-EDIT")
