@@ -264,7 +264,13 @@ def verify(folder: Path) -> None:
 @main.command("kill-matrix")
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), default=None)
 @click.option("--html", "html_path", type=click.Path(path_type=Path, dir_okay=False), default=None)
-@click.option("--seeds", type=click.IntRange(1), default=1, show_default=True, help="judge every case under so many")
+@click.option(
+    "--seeds",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="deviations must be killed, variants accepted, under each of so many",
+)
 @click.option("--select", default="", help="keep deviations and variants whose id or clause contains this")
 @click.option("--processes", type=click.IntRange(1), default=2, show_default=True)
 @one_line_errors

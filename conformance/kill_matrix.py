@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 from attnconform.conformance.cases.matrix import matrix
-from attnconform.conformance.cases.structure import Case, named
+from attnconform.conformance.cases.structure import Case
 from attnconform.conformance.deviations import DEVIATIONS, VARIANTS, Deviation, Variant
-from attnconform.conformance.deviations.judging import score, score_policies
+from attnconform.conformance.deviations.judging import score_policies
 from attnconform.conformance.deviations.records import DeviationScore, KillMatrix, VariantScore
+from attnconform.conformance.deviations.seeds import score_under_seeds
 from attnconform.conformance.deviations.tables import render
-from attnconform.conformance.judge.trial import replace_seed
 from attnconform.conformance.report.kill_html import write_kill_html
 
 Progressing = Callable[[str, int, int], None]  # id of what is finished, how many are, of how many
@@ -34,13 +34,13 @@ def run(
 ) -> KillMatrix:
     """Judges every deviation on cases of its clause until a check of the clause kills it, and every variant.
 
-    With several seeds every case is judged under each. Raises ValueError without cases.
+    With several seeds every deviation has to be killed under each, first of all on the cases that killed it under the
+    first; a variant sees another sample of the cases under each. Raises ValueError without cases.
     """
     if not cases:
         raise ValueError("cases is empty: nothing can be caught")
-    reseeded = [reseed(case, i) for i in range(seeds) for case in cases]
     entries: list[Deviation | Variant] = [*deviations, *variants]
-    scores = score_all(entries, reseeded, processes, progress or (lambda *_: None))
+    scores = score_all(entries, cases, seeds, processes, progress or (lambda *_: None))
     of_deviations = tuple(s for s in scores if isinstance(s, DeviationScore))
     of_variants = tuple(s for s in scores if isinstance(s, VariantScore))
     return KillMatrix(
@@ -51,30 +51,25 @@ def run(
         rejected_variants=tuple(s.id for s in of_variants if s.rejections),
         harness_errors=tuple(error for s in of_deviations for error in s.harness_errors),
         policies=score_policies(of_deviations, of_variants),
+        seeds=seeds,
+        escaped=tuple(s.id for s in of_deviations if s.outcome == "killed" and s.escaped_seeds),
     )
 
 
-def reseed(case: Case, times: int) -> Case:
-    """The case with another seed, and the id that belongs to it; itself for 0."""
-    if not times:
-        return case
-    return named(replace_seed(case, case.seed + (times << 40)), case.id.split(".")[2])
-
-
 def score_all(
-    entries: Sequence[Deviation | Variant], cases: Sequence[Case], processes: int, progress: Progressing
+    entries: Sequence[Deviation | Variant], cases: Sequence[Case], seeds: int, processes: int, progress: Progressing
 ) -> list[DeviationScore | VariantScore]:
     """Scores in the order of the entries."""
     scores: dict[int, DeviationScore | VariantScore] = {}
     if processes == 1:
         for i, entry in enumerate(entries):
-            scores[i] = score(entry, cases)
+            scores[i] = score_under_seeds(entry, cases, seeds)
             progress(entry.id, len(scores), len(entries))
         return list(scores.values())
     # spawned, not forked: torch's threads do not survive a fork
     pool = ProcessPoolExecutor(processes, get_context("spawn"), start_worker, (list(cases),))
     with pool:
-        waiting = {pool.submit(score_in_worker, entry): i for i, entry in enumerate(entries)}
+        waiting = {pool.submit(score_in_worker, entry, seeds): i for i, entry in enumerate(entries)}
         for future in as_completed(waiting):
             i = waiting[future]
             scores[i] = future.result()
@@ -88,8 +83,8 @@ def start_worker(cases: list[Case]) -> None:
     WORKER_CASES[:] = cases
 
 
-def score_in_worker(entry: Deviation | Variant) -> DeviationScore | VariantScore:
-    return score(entry, WORKER_CASES)
+def score_in_worker(entry: Deviation | Variant, seeds: int) -> DeviationScore | VariantScore:
+    return score_under_seeds(entry, WORKER_CASES, seeds)
 
 
 def kill_matrix_command(

@@ -10,6 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from attnconform.conformance.adapters.cuda_graphs import CapturedRun
+from attnconform.conformance.adapters.interpreter import quicken
 from attnconform.conformance.backend import (
     Backend,
     Backward,
@@ -115,6 +116,8 @@ class TritonKernels(Backend):
             if error.name != "triton":
                 raise
             raise Unavailable("the bundled kernels need Triton: pip install triton") from error
+        if interpreted:
+            quicken()
         self.kernels, self.backward_kernel, self.rules = sparse_attention, sparse_attention.backward, rules
         self.refusals = (sparse_attention.PlanError, RefusedInput)
         self.capabilities = Capabilities(

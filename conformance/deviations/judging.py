@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from msgspec.structs import replace
 
 from attnconform.conformance.backend import Backend
 from attnconform.conformance.cases.structure import Case
@@ -82,7 +83,12 @@ def judge_until_killed(deviation: Deviation, cases: Iterator[Case], results: lis
 def is_enough(results: Sequence[CaseResult], clause: str) -> bool:
     """Whether some finding names the clause, or a few cases were judged and a related finding has to do."""
     kills = [kill for result in results for kill in kills_of(result, clause)]
-    return any(kill.is_named for kill in kills) or (outcome_of(kills) == "killed" and len(results) >= ENOUGH_JUDGED)
+    return any(kill.is_named for kill in kills) or (is_killed(results, clause) and len(results) >= ENOUGH_JUDGED)
+
+
+def is_killed(results: Sequence[CaseResult], clause: str) -> bool:
+    """Whether some finding names the clause's area or comes from a check of the clause."""
+    return outcome_of([kill for result in results for kill in kills_of(result, clause)]) == "killed"
 
 
 def harness_errors(deviation_id: str, results: Sequence[CaseResult]) -> Iterator[str]:
@@ -184,14 +190,23 @@ def is_tagged(case: Case, clause: str) -> bool:
 
 
 def score_variant(variant: Variant, cases: Sequence[Case]) -> VariantScore:
-    """Judges a faithful variant on a sample of the matrix."""
+    """Judges a faithful variant on a sample of the matrix, and lays it before the published policies."""
     sample = sample_of(cases, variant.id)
     results = [judge_case(case, variant.build()) for case in sample]
-    rejected = [r for r in results if not r.is_conforming and r.state != "UNSUPPORTED"]
     with_numbers = [
         c for c, r in zip(sample, results, strict=True) if r.state != "UNSUPPORTED" and c.operation in WITH_NUMBERS
     ]
     designed = with_numbers[:: max(len(with_numbers) // len(long_cases()), 1)][: len(long_cases())]
+    return replace(
+        variant_score(variant, results),
+        policy_cases={"designed": len(designed), "random": len(long_cases())},
+        rejected_by={"designed": count_alarms(variant, designed), "random": count_alarms(variant, long_cases())},
+    )
+
+
+def variant_score(variant: Variant, results: Sequence[CaseResult]) -> VariantScore:
+    """What verdicts on a variant amount to."""
+    rejected = [r for r in results if not r.is_conforming and r.state != "UNSUPPORTED"]
     return VariantScore(
         id=variant.id,
         idea=variant.idea,
@@ -202,8 +217,6 @@ def score_variant(variant: Variant, cases: Sequence[Case]) -> VariantScore:
             Rejection(case_id=r.case_id, state=r.state, message=r.findings[0].message if r.findings else r.reason)
             for r in rejected
         ),
-        policy_cases={"designed": len(designed), "random": len(long_cases())},
-        rejected_by={"designed": count_alarms(variant, designed), "random": count_alarms(variant, long_cases())},
     )
 
 

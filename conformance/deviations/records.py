@@ -35,6 +35,7 @@ class DeviationScore(msgspec.Struct, frozen=True, kw_only=True):
     harness_errors: tuple[str, ...] = ()
     policy_cases: dict[str, int] = {}  # on "designed" cases of the matrix, and on "random" long ones: how many show it
     rejected_by: dict[str, tuple[str, ...]] = {}  # likewise: policies that reject it on one of them
+    escaped_seeds: tuple[int, ...] = ()  # under which no check of its clause killed it
 
 
 class Rejection(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,8 +88,11 @@ class KillMatrix(msgspec.Struct, frozen=True, kw_only=True):
     rejected_variants: tuple[str, ...]
     harness_errors: tuple[str, ...]
     policies: tuple[PolicyScore, ...]
+    seeds: int = 1  # under which every deviation was judged; a variant sees another sample under each
+    escaped: tuple[str, ...] = ()  # killed under the cases' own seed, and not under every other
 
     @property
     def is_ok(self) -> bool:
-        """Nothing survived, nothing was caught by accident, nothing faithful was rejected."""
-        return not (self.survivors or self.unrelated_only or self.rejected_variants or self.harness_errors)
+        """Nothing survived under any seed, nothing was caught by accident, nothing faithful was rejected."""
+        missed = self.survivors or self.unrelated_only or self.escaped
+        return not (missed or self.rejected_variants or self.harness_errors)

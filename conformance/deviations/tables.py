@@ -65,6 +65,8 @@ def problems_table(result: KillMatrix) -> Table:
         elif d.outcome == "unrelated_only":
             seen = ", ".join(sorted({f"{k.check} {k.state}" for k in d.kills}))
             table.add_row("caught by unrelated checks only", d.id, f"{d.clause}: {seen}")
+        elif d.escaped_seeds:
+            table.add_row("survived other seeds", d.id, f"{d.clause}: {', '.join(map(str, d.escaped_seeds))}")
     for v in result.variants:
         for rejection in v.rejections[:1]:
             table.add_row(
@@ -81,8 +83,10 @@ def summary(result: KillMatrix) -> str:
     named_exactly = sum(any(k.is_named for k in d.kills) for d in result.deviations)
     accepted = len(result.variants) - len(result.rejected_variants)
     verdict = "ok" if result.is_ok else "not ok"
+    seeds = f", under each of {result.seeds} seeds" if result.seeds > 1 else ""
+    judged = sum(v.judged - v.unsupported for v in result.variants)
     return (
         f"{verdict}: {killed} of {len(result.deviations)} deviations killed by a check of their clause "
         f"({named_exactly} with the clause named), "
-        f"{accepted} of {len(result.variants)} faithful variants accepted"
+        f"{accepted} of {len(result.variants)} faithful variants accepted on {judged} cases{seeds}"
     )

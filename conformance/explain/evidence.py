@@ -17,7 +17,6 @@ from attnconform.conformance.adapters.reference_steps import StepsBackend
 from attnconform.conformance.backend import Backend
 from attnconform.conformance.cases.structure import Case, build_problem
 from attnconform.conformance.cases.values import Values
-from attnconform.conformance.judge.interference import overwrite
 from attnconform.conformance.judge.judge import run_checks
 from attnconform.conformance.judge.membership import one_hot_values
 from attnconform.conformance.judge.refusal import corrupted_tensors
@@ -32,6 +31,7 @@ from attnconform.conformance.judge.trial import (
     ObservedGradients,
     Trial,
     as_float64,
+    overwrite,
     with_values,
 )
 from attnconform.conformance.structures import METHODS, offers

@@ -2,24 +2,28 @@
 
 import numpy as np
 
-from attnconform.conformance.cases.values import Values, round_to
+from attnconform.conformance.cases.values import round_to
 from attnconform.conformance.clauses import checks
 from attnconform.conformance.judge.hygiene import first_difference, same_outputs
-from attnconform.conformance.judge.trial import HUGE, NAN, Observed, Trial, same_bits, with_values
+from attnconform.conformance.judge.trial import HUGE, Observed, Trial, overwrite, same_bits
 from attnconform.conformance.judge.verdict import Finding
-from attnconform.reference.coordinates import BoolArray
 
 
 @checks("MASK-INTERFERE", "BLOCK-MEMBER", "BLOCK-BIND", "MASK-BEFORE-MAX", "MASK-NO-BIAS")
 def check_unselected(trial: Trial) -> list[Finding]:
-    """Owned slots that no row attends may hold NaN where the backend tolerates it, and any finite number elsewhere."""
-    fill = NAN if trial.backend.capabilities.tolerates_nonfinite else HUGE
+    """Owned slots that no row attends may hold NaN where the backend tolerates it, and any finite number elsewhere.
+
+    The second call had them so; only where it differs is it told apart from what else that call was given.
+    """
     if trial.backend.capabilities.determinism == "none" or trial.selected.all():
         return []
-    rewritten = trial.run(overwrite(trial.values, ~trial.selected, fill))
+    if same_outputs(trial.base, trial.second):
+        return []
+    rewritten = trial.run(overwrite(trial.values, ~trial.selected, trial.unselected))
     if same_outputs(trial.base, rewritten):
         return []
-    message = f"{fill:g} in slots that no row attends changes a row: {first_difference(trial.base, rewritten)}"
+    where = first_difference(trial.base, rewritten)
+    message = f"{trial.unselected:g} in slots that no row attends changes a row: {where}"
     return [Finding(state="FAIL_interference", clauses=("MASK-INTERFERE", "BLOCK-MEMBER"), message=message)]
 
 
@@ -37,13 +41,6 @@ def check_other_rows(trial: Trial) -> list[Finding]:
         return []
     message = f"row {row} head {head} changes with keys that only other rows attend"
     return [Finding(state="FAIL_interference", clauses=("MASK-INTERFERE", "COORD-ROW"), message=message)]
-
-
-def overwrite(values: Values, where: BoolArray, fill: float) -> Values:
-    """The numbers with k and v replaced at some (slot, KV head)."""
-    k, v = values.k.copy(), values.v.copy()
-    k[where], v[where] = fill, fill
-    return with_values(values, k=k, v=v)
 
 
 def same_row(a: Observed, b: Observed, row: int, head: int) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 from attnconform.conformance.cases.values import Values
 from attnconform.conformance.clauses import checks
 from attnconform.conformance.judge.diagnosis import name_extra, name_missing
+from attnconform.conformance.judge.memory import watched_memory
 from attnconform.conformance.judge.trial import Trial, with_values
 from attnconform.conformance.judge.verdict import Finding
 from attnconform.reference.coordinates import BoolArray, FloatArray, IntArray
@@ -101,13 +102,20 @@ def observed_outputs(trial: Trial) -> FloatArray:
     observed = np.zeros((problem.total_q, problem.num_qo_heads, num_slots))
     for start in range(0, num_slots, dim):
         slots = np.arange(start, min(start + dim, num_slots))
-        seen = trial.run(one_hot_values(trial.values, slots), unowned=0.0, view=trial.without_epilogue)
-        total = 1.0 if seen.lse is None else np.exp(seen.lse)[..., None]
-        for h in range(problem.num_qo_heads):
-            columns = column_of(slots, h // problem.group_size, dim)
-            scales = value_scales(trial.problem, slots, h // problem.group_size, columns)
-            observed[:, h, slots] = (seen.out * total)[:, h, columns] / scales
+        with watched_memory(trial):
+            observe_slots(trial, slots, observed)
     return observed
+
+
+def observe_slots(trial: Trial, slots: IntArray, observed: FloatArray) -> None:
+    """Fills in out * exp(lse) of as many slots as one call tells apart."""
+    problem = trial.problem
+    seen = trial.run(one_hot_values(trial.values, slots), unowned=0.0, view=trial.without_epilogue)
+    total = 1.0 if seen.lse is None else np.exp(seen.lse)[..., None]
+    for h in range(problem.num_qo_heads):
+        columns = column_of(slots, h // problem.group_size, problem.head_dim_vo)
+        scales = value_scales(problem, slots, h // problem.group_size, columns)
+        observed[:, h, slots] = (seen.out * total)[:, h, columns] / scales
 
 
 def value_scales(problem: AttentionProblem, slots: IntArray, kv_head: int, columns: IntArray) -> FloatArray:

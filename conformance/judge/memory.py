@@ -3,7 +3,8 @@
 import ctypes
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from attnconform.conformance.clauses import checks
 from attnconform.conformance.judge.trial import Trial
 from attnconform.conformance.judge.verdict import Finding
 
-SCREENED = 2  # calls that are measured at most on every case; a case goes on to CONFIRMED where each of them grew
 CONFIRMED = 24  # a cache that fills, such as an interpreter's, grows for some calls and then no more
 KEPT_BYTES = 1024  # what each of CONFIRMED equal calls has to keep at least, after collection of garbage
 PAGE_BYTES = 4096
@@ -26,27 +26,34 @@ def check_memory(trial: Trial) -> list[Finding]:
     Earlier checks have called the backend already, so caches for this case's shapes are filled. On a GPU the bytes are
     those of torch's allocator; on a CPU those of malloc, or, where that does not tell, of the resident set.
     """
-    measure = bytes_in_use(trial.backend.device)
-    if not all(growth(trial, measure) >= KEPT_BYTES for _ in range(SCREENED)):  # mostly the first says enough
+    if trial.growth and min(trial.growth) < KEPT_BYTES:
         return []
     kept: list[int] = []
     while len(kept) < CONFIRMED:
-        kept.append(growth(trial, measure, collect=True))
+        with watched_memory(trial):
+            trial.run(trial.values, unowned=0.0)
+        kept.append(trial.growth[-1])
         if kept[-1] < KEPT_BYTES:
             return []
     message = f"each of {CONFIRMED} equal calls keeps memory, {min(kept)} to {max(kept)} bytes"
     return [Finding(state="FAIL_leak", clauses=("SAFE-MEMORY",), message=message)]
 
 
-def growth(trial: Trial, measure: Callable[[], int], *, collect: bool = False) -> int:
-    """Bytes in use after a forward call and the end of all it was given, less those before."""
-    if collect:
+@contextmanager
+def watched_memory(trial: Trial) -> Iterator[None]:
+    """Notes by how many bytes memory grows over a call whose results are gone at the end.
+
+    What exists before is set aside meanwhile, so that the collection of garbage goes through the call's own alone.
+    """
+    measure = bytes_in_use(trial.backend.device)
+    gc.freeze()
+    try:
+        before = measure()
+        yield
         gc.collect()
-    before = measure()
-    trial.run(trial.values, unowned=0.0)
-    if collect:
-        gc.collect()
-    return measure() - before
+        trial.growth.append(measure() - before)
+    finally:
+        gc.unfreeze()
 
 
 def bytes_in_use(device: str) -> Callable[[], int]:

@@ -15,14 +15,16 @@ from attnconform.conformance.backend import Backend
 from attnconform.conformance.cases.matrix import matrix
 from attnconform.conformance.cases.structure import Case, Structure, ValueKind, named
 from attnconform.conformance.deviations import DEVIATIONS, VARIANTS, Deviation, Variant
+from attnconform.conformance.deviations import seeds as seeds_module
 from attnconform.conformance.deviations.deviation import build_backend
 from attnconform.conformance.deviations.judging import rejecting
 from attnconform.conformance.deviations.long_cases import long_cases
 from attnconform.conformance.deviations.records import KillMatrix
+from attnconform.conformance.deviations.seeds import reseed
 from attnconform.conformance.judge.judge import judge_case
 from attnconform.conformance.judge.membership import check_membership
 from attnconform.conformance.judge.values import check_values
-from attnconform.conformance.kill_matrix import kill_matrix_command, reseed, run
+from attnconform.conformance.kill_matrix import kill_matrix_command, run
 from attnconform.conformance.policies import POLICIES, Policy, Sample
 from attnconform.conformance.report.kill_html import write_kill_html
 from attnconform.reference.coordinates import Positions
@@ -119,10 +121,29 @@ def test_the_command_writes_json_and_says_by_its_exit_code_whether_all_is_well(t
         kill_matrix_command(select="no-such-thing", console=console)
 
 
-def test_several_seeds_judge_every_case_under_each() -> None:
-    once, twice = (run([HARMLESS], [], CASES[:2], seeds=seeds).deviations[0] for seeds in (1, 2))
+def test_under_several_seeds_a_variant_sees_another_sample_under_each() -> None:
+    variant = VARIANTS["returns-no-lse"]
+    once, twice = (run([], [variant], CASES[:2], seeds=seeds).variants[0] for seeds in (1, 2))
     assert (once.judged, twice.judged) == (2, 4)
-    assert run([DEVIATIONS["counts-a-duplicate-twice"]], [VARIANTS["returns-no-lse"]], CASES[:2], seeds=2).is_ok
+    assert run([DEVIATIONS["counts-a-duplicate-twice"]], [variant], CASES[:2], seeds=3).is_ok
+
+
+def test_a_deviation_that_escapes_under_some_seed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = {"times": 0}
+
+    def reseeding(case: Case, times: int) -> Case:
+        drawn["times"] = times
+        return reseed(case, times)
+
+    def build() -> Backend:
+        return StepsBackend() if drawn["times"] == 2 else DEVIATIONS["counts-a-duplicate-twice"].build()
+
+    monkeypatch.setattr(seeds_module, "reseed", reseeding)
+    result = run([replace(HARMLESS, id="fickle", build=build)], [], CASES[:2], seeds=3)
+    assert result.deviations[0].outcome == "killed"
+    assert result.deviations[0].escaped_seeds == (2,)
+    assert result.escaped == ("fickle",)
+    assert not result.is_ok
 
 
 def test_the_command_judges_under_several_seeds_and_writes_a_page(tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ from attnconform.conformance.adapters.reference_steps import StepsBackend
 from attnconform.conformance.cases.matrix import matrix
 from attnconform.conformance.deviations import DEVIATIONS
 from attnconform.conformance.judge.dense_watch import watch_for_dense
-from attnconform.conformance.judge.hygiene import check_path, check_repeat
-from attnconform.conformance.judge.memory import CONFIRMED, check_memory
+from attnconform.conformance.judge.hygiene import check_path, check_repeat, check_written
+from attnconform.conformance.judge.interference import check_unselected
+from attnconform.conformance.judge.membership import check_membership
+from attnconform.conformance.judge.memory import CONFIRMED, KEPT_BYTES, check_memory
 from attnconform.conformance.judge.trial import Trial
 from attnconform.reference import philox
 
@@ -155,7 +157,38 @@ class FallsBackAtTheSecondCall(Counts):
 
 
 def test_a_fallback_of_any_call_is_one_of_the_case():
-    assert [f.state for f in findings(FallsBackAtTheSecondCall(), check_path)] == ["FALLBACK_UNDECLARED"]
+    trial = Trial(CASE, FallsBackAtTheSecondCall())
+    assert check_written(trial) == []
+    assert [f.state for f in check_path(trial)] == ["FALLBACK_UNDECLARED"]
+
+
+class AddsUp(StepsBackend):
+    """Its output takes in what lies in slots that no row attends."""
+
+    def forward(self, problem, tensors):
+        done = super().forward(problem, tensors)
+        tensors.out[0, 0, 0] += torch.nan_to_num(tensors.v_cache.float(), nan=1.0, posinf=0.0, neginf=0.0).sum()
+        return done
+
+
+def test_what_no_row_attends_is_told_from_what_nobody_owns():
+    trial = Trial(SPARSE, AddsUp())
+    assert not trial.selected.all()
+    assert trial.second is not None
+    assert {f.state for f in (*check_repeat(trial), *check_unselected(trial))} == {"FAIL_interference"}
+
+
+def test_probes_for_membership_screen_memory():
+    trial = Trial(CASE, StepsBackend())
+    check_membership(trial)
+    calls = trial.calls
+    assert trial.growth
+    assert min(trial.growth) < KEPT_BYTES
+    assert check_memory(trial) == []
+    assert trial.calls == calls
+    leaking = Trial(CASE, KeepsEveryOutput())
+    check_membership(leaking)
+    assert [f.state for f in check_memory(leaking)] == ["FAIL_leak"]
 
 
 class AttendsDensely(StepsBackend):
