@@ -220,9 +220,9 @@ def variant_score(variant: Variant, results: Sequence[CaseResult]) -> VariantSco
     )
 
 
-def sample_of(cases: Sequence[Case], name: str) -> list[Case]:
-    """Every n-th case, VARIANT_CASES or more; the first one differs by name, so that variants cover more together."""
-    stride = max(len(cases) // VARIANT_CASES, 1)
+def sample_of(cases: Sequence[Case], name: str, count: int = VARIANT_CASES) -> list[Case]:
+    """Every n-th case, `count` or more; the first one differs by name, so that variants cover more together."""
+    stride = max(len(cases) // count, 1)
     return list(cases[int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) % stride :: stride])
 
 

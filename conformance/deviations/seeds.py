@@ -22,6 +22,9 @@ from attnconform.conformance.judge.trial import replace_seed
 from attnconform.conformance.judge.verdict import CaseResult
 
 
+OTHER_SEED_CASES = 20  # a variant sees at least so many under each other seed, where there are
+
+
 def reseed(case: Case, times: int) -> Case:
     """The case with another seed, and the id that belongs to it; itself for 0."""
     if not times:
@@ -58,7 +61,7 @@ def is_killed_again(deviation: Deviation, first: DeviationScore, cases: Sequence
 
 def with_another_sample(variant: Variant, first: VariantScore, cases: Sequence[Case], times: int) -> VariantScore:
     """A variant's score with what another sample of the matrix, under another seed, adds to it."""
-    sample = [reseed(case, times) for case in sample_of(cases, f"{variant.id} {times}")]
+    sample = [reseed(case, times) for case in sample_of(cases, f"{variant.id} {times}", OTHER_SEED_CASES)]
     judged = variant_score(variant, [judge_case(case, variant.build()) for case in sample])
     return replace(
         first,
