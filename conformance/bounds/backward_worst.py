@@ -16,6 +16,7 @@ from attnconform.conformance.bounds.block import Array, Mask
 from attnconform.conformance.bounds.forward_worst import LARGEST_EXPONENT, LARGEST_WEIGHT_ERROR, WorstForward
 from attnconform.conformance.bounds.gradients import Gradients
 from attnconform.conformance.bounds.numerics import FORMATS, Numerics
+from attnconform.conformance.bounds.over_keys import OverKeys, TimesKeys
 from attnconform.conformance.bounds.rounding import (
     accumulation_error,
     any_in_column,
@@ -56,15 +57,19 @@ class WorstBackward:
     @cached_property
     def dq(self) -> Array:
         """sm_scale [(own + rnd)|K| + dD(|P K| + ..) + Lw(|dS K| + ..) + operands + gq], and storage."""
-        x, g, changed = self.softmax, self.grads, self.operands
-        second_row = (self.slope_weights * self.recomputed_error + x.weights * self.slope_error) @ np.abs(x.k)
-        second_lse = (np.abs(g.ds) * self.recomputed_error) @ np.abs(x.k)
-        own = (self.own_error + self.ds_rounding) @ np.abs(x.k)
-        common = self.row_error * (g.row_weight_key + second_row) + self.lse_error * (g.row_gradient_key + second_lse)
-        moved = self.ds_size @ changed.largest_k
+        x = self.softmax
+        moved = self.ds_size @ self.operands.largest_k
         sums = self.sum_over_keys * (self.ds_size @ np.abs(x.k) + moved)
-        error = x.sm_scale * (own + common + moved + sums)
-        return np.where(self.is_void_row, np.inf, store_gradient(error, g.dq, self.root_scaling, self.numerics))
+        error = x.sm_scale * (self.meet(TimesKeys(x.k)) + moved + sums)
+        stored = store_gradient(error, self.grads.dq, self.root_scaling, self.numerics)
+        return np.where(self.is_void_row, np.inf, stored)
+
+    def meet(self, over: OverKeys) -> Array:
+        """Error that dS brings into a sum over keys: own and rnd by magnitudes, dD and Lw by signed sums. [4.7]"""
+        own = over.absolute(self.own_error + self.ds_rounding)
+        from_row = np.abs(over.signed(self.grads.slope_weights)) + over.absolute(self.slope_weight_error)
+        from_lse = np.abs(over.signed(self.grads.ds)) + over.absolute(np.abs(self.grads.ds) * self.recomputed_error)
+        return own + self.row_error * from_row + self.lse_error * from_lse
 
     @cached_property
     def dk(self) -> Array:
@@ -85,12 +90,6 @@ class WorstBackward:
         error = own + moved + self.sum_over_rows * (size.T @ np.abs(g.do) + moved)
         error = error + round_heads(g, x.value_weights, g.do, error, self.numerics)
         return np.where(self.is_void_key, np.inf, store_gradient(error, g.dv, 0.0, self.numerics))
-
-    @cached_property
-    def dsink(self) -> Array:
-        """tot of the last key, whose sum over rows is dsink."""
-        bound = sum_sink(self.grads, self.ds_error[:, -1:], self.numerics)
-        return np.where(self.is_void_row, np.inf, bound)
 
     @cached_property
     def logit_error(self) -> Array:
@@ -125,6 +124,11 @@ class WorstBackward:
     def slope_weights(self) -> Array:
         """P times the largest slope that a kernel may use."""
         return self.grads.slope_weights + self.softmax.weights * self.slope_error
+
+    @cached_property
+    def slope_weight_error(self) -> Array:
+        """Error of P times the slope: second order where it meets dD."""
+        return self.slope_weights * self.recomputed_error + self.softmax.weights * self.slope_error
 
     @cached_property
     def out_rounding(self) -> Array:
@@ -210,8 +214,9 @@ class WorstBackward:
 
     @cached_property
     def ds_rounding(self) -> Array:
-        """rnd: storage of dS."""
-        return storage_error(np.abs(self.grads.ds) + self.ds_error, self.numerics.worst_u_ds, self.ds_floor)
+        """rnd: storage of dS; that of a sink enters no product and is not stored."""
+        size = np.abs(self.grads.ds) + self.ds_error
+        return storage_error(size, self.numerics.worst_u_ds, self.ds_floor) * self.softmax.is_key
 
     @property
     def ds_floor(self) -> float:
@@ -288,10 +293,3 @@ def round_heads(grads: Gradients, left: Array, right: Array, error: Array, numer
     heads = [x.head_of_row == head for head in range(x.num_heads)]
     sizes = [np.abs(left[rows].T @ right[rows]) + error for rows in heads]
     return np.sum([half_ulp(size, numerics.u_out, numerics.eta_out) for size in sizes], axis=0)
-
-
-def sum_sink(grads: Gradients, error: Array, numerics: Numerics) -> Array:
-    """Per row, such that the sum over rows bounds the stored sum of the rows' dsink."""
-    exact = np.abs(grads.ds[:, -1:])
-    summed = error + compound(numerics.u * (grads.softmax.num_rows + 4)) * (exact + error)
-    return summed + numerics.u_out * (exact + summed) + numerics.eta_out

@@ -7,7 +7,7 @@ errors add up, between cells their squares do.
 # numpy types a matrix product as Any.
 # mypy: disable-error-code="no-any-return"
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -48,28 +48,52 @@ def relative_cells(x: Array, width: float) -> Cells:
     return Cells.from_keys(np.where(x == 0, 0, 2 * logs + (x > 0)))
 
 
+def split_evenly(length: int, blocks: int) -> Iterator[slice]:
+    """So many blocks of an axis, fewer where it is shorter."""
+    edges = np.linspace(0, length, min(blocks, length) + 1).astype(int)
+    return (slice(start, stop) for start, stop in pairwise(edges.tolist()))
+
+
 def block_prefixes(a: Array, b: Array, blocks: int) -> Iterator[Array]:
     """Partial sums of a @ b after each of so many blocks of its inner axis."""
-    edges = np.linspace(0, a.shape[1], min(blocks, a.shape[1]) + 1).astype(int)
     prefix = np.zeros((len(a), b.shape[1]))
-    for start, stop in pairwise(edges):
-        prefix = prefix + a[:, start:stop] @ b[start:stop]
+    for block in split_evenly(a.shape[1], blocks):
+        prefix = prefix + a[:, block] @ b[block]
         yield prefix
 
 
-def compute_partial_range(a: Array, b: Array) -> Array:
-    """v~: size of any contiguous partial sum of a @ b, from 16 prefixes and three deviations inside a block."""
-    high = low = np.zeros((len(a), b.shape[1]))
-    for prefix in block_prefixes(a, b, 16):
+def bound_partial_sums(prefixes: Iterable[Array], squares: Array, sizes: Array) -> Array:
+    """Size of any contiguous partial sum, from prefixes and three deviations between them; at most the whole."""
+    high = low = np.zeros(squares.shape)
+    for prefix in prefixes:
         high, low = np.maximum(high, prefix), np.minimum(low, prefix)
-    return np.minimum(np.abs(a) @ np.abs(b), high - low + 3 * np.sqrt(a**2 @ b**2))
+    return np.minimum(sizes, high - low + 3 * np.sqrt(squares))
+
+
+def average_partial_sums(prefixes: Iterable[Array], squares: Array, sizes: Array) -> Array:
+    """v^: root mean square of the partial sums that a sum goes through, and one deviation for another order.
+
+    In order its partial sums are the prefixes, reversed they are what the prefixes leave.
+    """
+    count, total, first, second = 0, np.zeros(squares.shape), np.zeros(squares.shape), np.zeros(squares.shape)
+    for prefix in prefixes:
+        left = total  # before this block
+        count, total, first, second = count + 1, prefix, first + left, second + left**2
+    in_order = (second + total**2) / max(count, 1)
+    reversed_order = total**2 + (second - 2 * total * first) / max(count, 1)
+    return np.minimum(sizes, np.sqrt(np.maximum(np.maximum(in_order, reversed_order), 0) + squares))
+
+
+def compute_average_partial(a: Array, b: Array) -> Array:
+    """v^ of a @ b, from 16 prefixes."""
+    return average_partial_sums(block_prefixes(a, b, 16), a**2 @ b**2, np.abs(a) @ np.abs(b))
 
 
 def compute_typical_partial(a: Array, b: Array) -> Array:
-    """x~: mean size of the partial sums of a @ b, from prefixes of 16 terms and two deviations inside a block."""
+    """x~: mean size of the partial sums of a @ b, from prefixes of 16 terms and one deviation inside a block."""
     blocks = -(-a.shape[1] // 16)
     mean = sum(np.abs(prefix) for prefix in block_prefixes(a, b, blocks)) / blocks
-    return np.minimum(np.abs(a) @ np.abs(b), mean + 2 * np.sqrt(a**2 @ b**2 / blocks))
+    return np.minimum(np.abs(a) @ np.abs(b), mean + np.sqrt(a**2 @ b**2 / blocks))
 
 
 def compute_row_similarity(weights: Array, u: float) -> Array:
@@ -83,7 +107,8 @@ def sum_squares(x: Array) -> Array:
     return np.asarray((x**2).sum(1, keepdims=True))
 
 
-def count_rises(x: Array) -> Array:
-    """How often the running maximum of a row rises."""
+def count_later_rises(x: Array) -> Array:
+    """How often the running maximum of a row still rises after each of its elements."""
     running = np.maximum.accumulate(x, 1)
-    return np.asarray((x[:, 1:] > running[:, :-1]).sum(1, keepdims=True, dtype=np.float64))
+    rises = np.cumsum(np.c_[np.zeros(len(x)), x[:, 1:] > running[:, :-1]], axis=1)
+    return np.asarray(rises[:, -1:] - rises)

@@ -36,7 +36,7 @@ class Schedule:
     splits: int = 1
     key_order: tuple[int, ...] | None = None  # listing order; None is the natural one
     exp_bias: float = 0.0  # relative error of every exp, in units of U
-    exp2: bool = False  # exp2(x c - m c) with a rounded m c, instead of exp(x - m)
+    exp2: bool = False  # exp2(x c - m c) with a rounded m c, instead of exp(x - m); rescale factors where declared
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class EmulatedBackward:
     dk: Array
     dv: Array
     dsink: Array  # per row
+    ds: Array  # of the final scores, as they are stored: what a rule's parameters start from
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,7 @@ class Arithmetic:
 
     def total(self, x: Array) -> Array:
         """Sum of each row, one addition after the other."""
-        total = np.zeros((len(x), 1))
-        for column in range(x.shape[1]):
-            total = self.compute(total + x[:, column : column + 1])
-        return total
+        return np.cumsum(x.astype(DTYPES[self.numerics.lse_dtype]), axis=1)[:, -1:].astype(np.float64)
 
 
 def store(x: Array, storage: str) -> Array:
@@ -187,7 +185,7 @@ def attend_split(
         new_max = np.maximum(row_max, scores[:, tile].max(1, keepdims=True))
         safe_max = np.where(np.isfinite(new_max), new_max, 0.0)
         p = exponentiate(arithmetic, scores[:, tile], safe_max, exp2=schedule.exp2)
-        rescale = exponentiate(arithmetic, row_max, safe_max, exp2=schedule.exp2)
+        rescale = exponentiate(arithmetic, row_max, safe_max, exp2=schedule.exp2 and c.fused_rescale)
         dropped = p if block.dropout is None else arithmetic.compute(p * block.dropout[:, tile])
         row_sum = arithmetic.compute(row_sum * rescale)
         row_sum = arithmetic.compute(row_sum + arithmetic.total(arithmetic.stored_p(p) if c.l_from_p else p))
@@ -238,34 +236,66 @@ def emulate_backward(
     arithmetic, c = Arithmetic(numerics, schedule.exp_bias), numerics
     scores = emulate_scores(block, arithmetic, rule)
     bits, kv_bits = c.operand_bits, c.kv_bits or c.operand_bits
-    q, k, v = (arithmetic.operand(x, n) for x, n in ((block.q, bits), (block.k, kv_bits), (block.v, kv_bits)))
-    upstream = arithmetic.operand(do, bits)
+    q, k, upstream = (arithmetic.operand(x, n) for x, n in ((block.q, bits), (block.k, kv_bits), (do, bits)))
     lse = np.where(np.isfinite(forward.lse), forward.lse, 0.0)[:, None]
     p = arithmetic.exp(arithmetic.compute(scores - lse))
     keep = np.ones_like(p) if block.dropout is None else block.dropout
-    dp = arithmetic.compute(arithmetic.product(upstream, v.T) * keep)
-    row_term = arithmetic.total(arithmetic.compute(do * forward.out))
-    if dlse is not None:
-        row_term = arithmetic.compute(row_term - dlse[:, None])
-    row_term = arithmetic.stored(row_term, c.d_storage)
+    row_term = emulate_row_term(arithmetic, do, forward, dlse)
+    dp = arithmetic.compute(arithmetic.product(upstream, arithmetic.operand(block.v, kv_bits).T) * keep)
     reused = arithmetic.stored_p(p) if c.ds_from_p else p
-    ds = arithmetic.compute(reused * arithmetic.compute(dp - row_term))
-    if block.cap is not None:
-        tanh = arithmetic.compute(np.where(block.mask, scores, 0.0) / block.cap)
-        ds = arithmetic.compute(ds * arithmetic.compute(1 - arithmetic.compute(tanh * tanh)))
-    scale = float(arithmetic.compute(np.asarray(block.sm_scale)))
-    ds = arithmetic.compute(ds * scale) if c.ds_scaled else ds
-    stored, rest = arithmetic.stored(ds, c.ds_storage), 1.0 if c.ds_scaled else scale
+    to_scores = arithmetic.compute(reused * arithmetic.compute(dp - row_term))
+    stored, rest = store_score_gradient(block, arithmetic, to_scores, scores)
     dv_weights = arithmetic.stored_p(arithmetic.compute(p * keep))
-    dsink = np.zeros(len(p))
-    if block.sink is not None:
-        dsink = arithmetic.compute(-arithmetic.exp(arithmetic.compute(block.sink - lse[:, 0])) * row_term[:, 0])
     return EmulatedBackward(
         dq=store(arithmetic.compute(arithmetic.product(stored, k) * rest), c.out_dtype),
         dk=store(sum_heads(block, arithmetic, stored, q, rest), c.out_dtype),
         dv=store(sum_heads(block, arithmetic, dv_weights, upstream, 1.0), c.out_dtype),
-        dsink=dsink,
+        dsink=emulate_sinks(block, arithmetic, lse, row_term),
+        ds=arithmetic.stored(to_scores, c.ds_storage),
     )
+
+
+def emulate_row_term(arithmetic: Arithmetic, do: Array, forward: EmulatedForward, dlse: Array | None) -> Array:
+    """D, a column, from the rounded out."""
+    row_term = arithmetic.total(arithmetic.compute(do * forward.out))
+    if dlse is not None:
+        row_term = arithmetic.compute(row_term - dlse[:, None])
+    return arithmetic.stored(row_term, arithmetic.numerics.d_storage)
+
+
+def store_score_gradient(
+    block: AttentionBlock, arithmetic: Arithmetic, to_scores: Array, scores: Array
+) -> tuple[Array, float]:
+    """dS of q.k as it is stored, behind a soft cap's slope, and the factor that its products still lack."""
+    ds, c, scale = to_scores, arithmetic.numerics, float(arithmetic.compute(np.asarray(block.sm_scale)))
+    if block.cap is not None:
+        tanh = arithmetic.compute(np.where(block.mask, scores, 0.0) / block.cap)
+        ds = arithmetic.compute(ds * arithmetic.compute(1 - arithmetic.compute(tanh * tanh)))
+    if c.ds_scaled:
+        return arithmetic.stored(arithmetic.compute(ds * scale), c.ds_storage), 1.0
+    return arithmetic.stored(ds, c.ds_storage), scale
+
+
+def emulate_sinks(block: AttentionBlock, arithmetic: Arithmetic, lse: Array, row_term: Array) -> Array:
+    """A sink's gradient, per row."""
+    if block.sink is None:
+        return np.zeros(len(lse))
+    p = arithmetic.exp(arithmetic.compute(block.sink - lse[:, 0]))
+    return arithmetic.compute(-p * row_term[:, 0])
+
+
+def emulate_parameters(
+    ds: Array,
+    coefficients: Array,  # (rows, keys), as a kernel computes them
+    parameter: npt.NDArray[np.intp],  # (rows, keys), which parameter an edge counts towards
+    num_parameters: int,
+    arithmetic: Arithmetic,
+) -> Array:
+    """Gradients of a rule's parameters: each row's edges one after the other, then the rows. [BOUND-RULE]"""
+    products = arithmetic.compute(ds * coefficients)
+    rows = np.zeros((len(ds), num_parameters), dtype=DTYPES[arithmetic.numerics.lse_dtype])
+    np.add.at(rows, (np.arange(len(ds))[:, None], parameter), products.astype(rows.dtype))
+    return np.cumsum(rows, axis=0)[-1].astype(np.float64)
 
 
 def sum_heads(block: AttentionBlock, arithmetic: Arithmetic, left: Array, right: Array, scale: float) -> Array:

@@ -10,7 +10,6 @@ from attnconform.conformance.bounds.forward_worst import WorstForward
 from attnconform.conformance.bounds.numerics import Numerics
 from attnconform.conformance.bounds.rounding import any_in_row
 from attnconform.conformance.bounds.softmax import Softmax, compute_operands, compute_softmax
-from attnconform.reference.exact import float64_error
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ def forward_bounds(block: AttentionBlock, numerics: Numerics) -> ForwardBounds:
     # A sink alone gives sums of zeros.
     has_key = any_in_row(x.mask[:, : len(block.k)])
     outs = [np.where(has_key, bound, 0.0) for bound in (worst.out, probable.out)]
-    listed = [scatter_rows(x, bound) * oracle_share(numerics) for bound in (*outs, worst.lse, probable.lse)]
+    listed = [scatter_rows(x, bound) for bound in (*outs, worst.lse, probable.lse)]
     return ForwardBounds(
         out_worst=listed[0],
         out_prob=listed[1],
@@ -47,25 +46,6 @@ def forward_bounds(block: AttentionBlock, numerics: Numerics) -> ForwardBounds:
         lse_prob=listed[3][:, 0],
         terms=probable,
     )
-
-
-def oracle_error(bounds: ForwardBounds) -> tuple[Array, Array]:
-    """How far the oracle itself may be off, as out_worst and lse_worst; 0 where a row sees nothing. [BOUND-OUT]
-
-    The oracle is float64: with scores of 5e4 it has fewer than 24 bits beyond a float32 result.
-    """
-    if bounds.terms is None:
-        return np.zeros_like(bounds.out_worst), np.zeros_like(bounds.lse_worst)
-    x = bounds.terms.softmax
-    sizes = np.maximum(x.dot_size, x.score_size)
-    out, lse = float64_error(x.weights, x.keep, sizes, x.v, x.lse[:, 0], num_terms=x.q.shape[1])
-    # a row whose out is exact, for it sees nothing or a sink alone, has nothing to add to
-    return np.where(bounds.out_worst > 0, scatter_rows(x, out), 0.0), scatter_rows(x, lse[:, None])[:, 0]
-
-
-def oracle_share(numerics: Numerics) -> float:
-    """The oracle computes in float64: beside a float64 backend it errs as much, beside any other not visibly."""
-    return 2.0 if numerics.out_dtype == "float64" else 1.0
 
 
 def scatter_rows(x: Softmax, rows: Array) -> Array:

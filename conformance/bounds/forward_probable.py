@@ -17,9 +17,11 @@ from attnconform.conformance.bounds.block import Array, Mask
 from attnconform.conformance.bounds.correlation import (
     Cells,
     absolute_cells,
-    compute_partial_range,
+    block_prefixes,
+    bound_partial_sums,
+    compute_average_partial,
     compute_typical_partial,
-    count_rises,
+    count_later_rises,
     relative_cells,
 )
 from attnconform.conformance.bounds.forward_worst import (
@@ -42,6 +44,12 @@ from attnconform.conformance.bounds.softmax import Operands, Softmax
 LAMBDA = 6.0
 # Logits closer than this share one rounding error of their weight. [4.9b]
 LOGIT_CELL = 2.0**-11
+# Of numbers as large as a logit, and of numbers as large as its distance from the maximum: each on its own.
+SIZED_ROUNDINGS = 4.0
+# sm_scale, log2 e, and their product. [4.9h]
+ROUNDED_CONSTANTS = 3.0
+# Rises of the running maximum after a key in a random place: one on average, this many hardly ever. [4.9g]
+RISES_AT_RANDOM = 4.0
 
 
 def compute_growth(exponent: Array) -> Array:
@@ -78,14 +86,24 @@ class ProbableForward:
 
     @cached_property
     def lse(self) -> Array:
-        """Noise of the denominator's terms and of their sum, drift, the logarithm, and lse's storage."""
-        x, c = self.softmax, self.numerics
-        variance = sum_row(self.logit_variance) + c.u**2 * self.chain_variance / 3
-        variance = variance + c.l_from_p * self.stored_sum_variance
-        drift = sum_row(x.weights * self.drift) + 4 * c.u + c.l_from_p * self.stored_sum_drift
-        error = LAMBDA * np.sqrt(variance) + drift + lse_arithmetic(self.worst, logs=2)
-        bound = error / np.maximum(1 - self.total_error, 0.5) + lse_rounding(c, x.lse)
+        """6 sqrt V + S, and lse's storage; never above the worst case."""
+        bound = LAMBDA * self.lse_deviation + self.lse_drift + lse_rounding(self.numerics, self.softmax.lse)
         return np.where(self.is_valid, np.minimum(self.worst.lse, bound), self.worst.lse)
+
+    @cached_property
+    def lse_deviation(self) -> Array:
+        """Noise of the denominator's terms, of runs of them, and of their sum."""
+        c, x = self.numerics, self.softmax
+        runs = sum_row(x.weights * self.run_noise * self.growth) ** 2
+        variance = sum_row(self.logit_variance) + runs + c.u**2 * self.chain_variance / 3
+        return np.sqrt(variance + c.l_from_p * self.stored_sum_variance) / np.maximum(1 - self.total_error, 0.5)
+
+    @cached_property
+    def lse_drift(self) -> Array:
+        """Drift of the terms, an exp that errs one way, and the logarithm."""
+        c, drift = self.numerics, self.own_drift + self.constant_drift + self.run_drift
+        terms = sum_row(self.softmax.weights * drift * self.growth) + c.l_from_p * self.stored_sum_drift
+        return (terms + c.exp_error + 4 * c.u + lse_arithmetic(self.worst)) / np.maximum(1 - self.total_error, 0.5)
 
     @cached_property
     def typical_dot(self) -> Array:
@@ -94,8 +112,8 @@ class ProbableForward:
 
     @cached_property
     def partial_out(self) -> Array:
-        """v~: any contiguous partial sum of P.V."""
-        return compute_partial_range(self.softmax.value_weights, self.softmax.v)
+        """v^: partial sums of P.V."""
+        return compute_average_partial(self.softmax.value_weights, self.softmax.v)
 
     @cached_property
     def known_change(self) -> Array:
@@ -107,32 +125,78 @@ class ProbableForward:
 
     @cached_property
     def rescales(self) -> Array:
-        """R: rises of the running maximum, keys in order, reversed or at random; one per tile at most. [4.9g]"""
-        x = self.softmax
+        """R_j: rises of the running maximum after key j, keys in order or reversed, or at random. [4.9g]
+
+        A key in a random place has one rise after it on average, and n keys rise at most n - 1 times.
+        """
+        x, c = self.softmax, self.numerics
         shifted = np.where(x.mask, x.scores, -np.inf)
-        in_order = np.maximum(count_rises(shifted), count_rises(shifted[:, ::-1]))
-        at_random = 2 * np.log(x.num_keys + 1) + 4
-        return np.minimum(x.count_tiles(self.numerics), np.maximum(in_order, at_random)) + self.numerics.num_splits
+        in_order = np.maximum(count_later_rises(shifted), count_later_rises(shifted[:, ::-1])[:, ::-1])
+        likely = np.maximum(in_order, np.minimum(RISES_AT_RANDOM, x.num_keys - 1))
+        return np.minimum(x.count_tiles(c), likely) + c.merges * c.num_splits
 
     @cached_property
     def logit_noise(self) -> Array:
-        """Standard deviation of a logit's error: dot product, storage, numbers of its size, exp."""
+        """Standard deviation of a logit's error: dot product, storage, numbers of its size, exp and its argument."""
         x, c, head_dim = self.softmax, self.numerics, self.softmax.q.shape[1]
         dot = accumulation_variance(c, head_dim, head_dim) * self.typical_dot**2
-        sizes = (4 * c.u * (x.score_size + x.added)) ** 2
+        sizes = SIZED_ROUNDINGS * c.u**2 * ((x.score_size + x.added) ** 2 + (x.gap + c.lazy_rescale) ** 2)
         return np.sqrt(dot + (self.worst.score_rounding**2 + sizes + c.exp_error**2) / 3) * x.mask
 
     @cached_property
     def logit_drift(self) -> Array:
-        """Systematic part: cuts, input roundings, underflow; rescalings act on all earlier keys. [4.9a, d, e, g]"""
+        """b_j: systematic part of a logit's error, all of it."""
+        return self.own_drift + self.constant_drift + self.run_drift + LAMBDA * self.run_noise
+
+    @cached_property
+    def own_drift(self) -> Array:
+        """Of a key's own: cuts, input roundings, rules, underflow, and what only exp(0) is spared. [4.9a, d, e]"""
         x, c, head_dim = self.softmax, self.numerics, self.softmax.q.shape[1]
         cuts = accumulation_drift(c, head_dim, head_dim) * self.typical_dot
-        sizes = c.u * ((1 + 3 * c.merges) * x.score_size + 6 * (x.gap + c.lazy_rescale) + 4)
-        rescales = LAMBDA * c.exp_error * np.sqrt(self.rescales / 3)
+        spared = c.exp_error * (x.gap == 0)
         lost = np.minimum(1, c.tiny / np.maximum(x.exps, 1e-300))
-        drift = cuts + sizes + rescales + self.known_change + self.worst.rule_error + lost
+        drift = cuts + spared + self.known_change + self.worst.rule_error + self.scale_drift + lost
+        return np.where(self.worst.is_flat, 0.0, drift) * x.mask
+
+    @cached_property
+    def scale_drift(self) -> Array:
+        """A rounded sm_scale behind a rule: what is left of s - m then says nothing of its sign. [4.9h]"""
+        x = self.softmax
+        return x.has_rules * self.numerics.u * (np.abs(x.scores) + x.added)
+
+    @cached_property
+    def constant_drift(self) -> Array:
+        """sm_scale, log2 e and their product are rounded once for all keys, and act on s - m. [4.9h]"""
+        return ROUNDED_CONSTANTS * self.numerics.u * (self.softmax.gap + self.numerics.lazy_rescale) * self.softmax.mask
+
+    @cached_property
+    def run_drift(self) -> Array:
+        """Alike along runs of keys: of tiles that are all rescaled by a wrong 1, of splits where all p are 1. [4.9g]"""
+        x, c = self.softmax, self.numerics
         flat = c.merges * (4 * c.u * x.row_size + 2 * c.exp_error)
-        return np.where(self.worst.is_flat, flat, drift) * x.mask
+        return np.where(self.worst.is_flat, flat, self.worst.fused_rescale_error) * x.mask
+
+    @cached_property
+    def run_noise(self) -> Array:
+        """Random, but the same along runs of keys: of a rounded maximum or split, and of rescale factors. [4.9g]"""
+        return np.hypot(self.maximum_noise, self.rescale_noise)
+
+    @cached_property
+    def maximum_noise(self) -> Array:
+        """(1 + 3two) U z / sqrt 3: a maximum is rounded once for all keys that it is subtracted from."""
+        c, x = self.numerics, self.softmax
+        return np.where(self.worst.is_flat, 0.0, c.u * (1 + 3 * c.merges) * x.score_size / np.sqrt(3)) * x.mask
+
+    @cached_property
+    def rescale_noise(self) -> Array:
+        """eps sqrt(R / 3): a rescale factor errs for all earlier keys."""
+        noise = self.numerics.exp_error * np.sqrt(self.rescales / 3)
+        return np.where(self.worst.is_flat, 0.0, noise) * self.softmax.mask
+
+    @cached_property
+    def num_maxima(self) -> Array:
+        """How many maxima a row has, each with its own rounding and its own run of keys."""
+        return 1 + self.rescales.max(1, keepdims=True)
 
     @cached_property
     def exponent(self) -> Array:
@@ -142,12 +206,12 @@ class ProbableForward:
     @cached_property
     def noise(self) -> Array:
         """r_j, relative to the weight."""
-        return self.logit_noise * compute_growth(self.exponent)
+        return self.logit_noise * self.growth
 
     @cached_property
-    def drift(self) -> Array:
-        """b_j, relative to the weight."""
-        return self.logit_drift * compute_growth(self.exponent)
+    def growth(self) -> Array:
+        """From an error of the exponent to a relative error of the weight."""
+        return compute_growth(self.exponent)
 
     @cached_property
     def total_error(self) -> Array:
@@ -208,20 +272,22 @@ class ProbableForward:
 
     @cached_property
     def sum_variance(self) -> Array:
-        """var(n, N) + U^2 T / 3: accumulation of P.V, relative to the square of v~."""
+        """var(n, N) + U^2 T / 3: accumulation of P.V, relative to the square of v^."""
         x, c = self.softmax, self.numerics
         return accumulation_variance(c, x.num_keys, len(x.k)) + c.u**2 * x.count_tiles(c) / 3
 
     @cached_property
     def out_variance(self) -> Array:
-        """V: logits, storage of P, accumulation, denominator."""
+        """V: logits, runs of them, storage of P, accumulation, denominator."""
         x, c, logit = self.softmax, self.numerics, self.logit_variance
         moved = (logit * x.keep**2) @ x.v**2 - 2 * x.out * ((logit * x.keep) @ x.v) + x.out**2 * sum_row(logit)
         stored = self.weight_cells.sum_coherent(self.weight_rounding * x.keep) @ x.v**2 / 3
         if c.l_from_p:
             stored = 2 * (stored + x.out**2 * self.stored_sum_variance)
         denominator = x.out**2 * c.u**2 * self.chain_variance / 3
-        return np.maximum(moved, 0) + stored + self.sum_variance * self.partial_out**2 + denominator
+        maxima = self.moved_by_runs(self.maximum_noise, np.sqrt(self.num_maxima))
+        runs = maxima**2 + self.moved_by_runs(self.rescale_noise) ** 2
+        return np.maximum(moved, 0) + runs + stored + self.sum_variance * self.partial_out**2 + denominator
 
     @cached_property
     def row_drift(self) -> Array:
@@ -230,12 +296,37 @@ class ProbableForward:
         cut = c.truncates * c.u_p
         return 8 * c.u + self.worst.merge_error + cut + c.l_from_p * self.stored_sum_drift
 
+    def moved_by_runs(self, along_runs: Array, runs: Array | int = 1) -> Array:
+        """What relative errors alike along runs do to out: a run meets a partial sum of P (v - o), whose whole is 0."""
+        x, error = self.softmax, along_runs * self.growth
+        schwarz = np.sqrt(sum_row(x.weights * error**2)) * x.spread
+        return np.minimum(schwarz, runs * error.max(1, keepdims=True) * self.partial_deviation)
+
+    @cached_property
+    def constant_moved(self) -> Array:
+        """What rounded constants do to out: one factor for all keys meets the signed sum of P |s - m| (v - o)."""
+        x, drift = self.softmax, self.softmax.weights * self.constant_drift * self.growth
+        return np.abs((drift * x.keep) @ x.v - x.out * sum_row(drift))
+
+    @cached_property
+    def partial_deviation(self) -> Array:
+        """Any contiguous partial sum of P (v - o)."""
+        x, blocks = self.softmax, 16
+        of_v = block_prefixes(x.value_weights, x.v, blocks)
+        of_p = block_prefixes(x.weights, np.ones((len(x.k), 1)), blocks)
+        prefixes = (moved - x.out * weight for moved, weight in zip(of_v, of_p, strict=True))
+        mixed = (x.value_weights * x.weights) @ x.v
+        squares = x.value_weights**2 @ x.v**2 - 2 * x.out * mixed + x.out**2 * sum_row(x.weights**2)
+        return bound_partial_sums(prefixes, np.maximum(squares, 0), x.spread + 1e-15 * x.value_size)
+
     @cached_property
     def out_drift(self) -> Array:
         """S_: systematic part of out's error."""
         x = self.softmax
         return (
-            np.sqrt(sum_row(x.weights * self.drift**2)) * x.spread
+            np.sqrt(sum_row(x.weights * (self.own_drift * self.growth) ** 2)) * x.spread
+            + self.moved_by_runs(self.run_drift, self.numerics.num_splits)
+            + self.constant_moved
             + (self.flushed * x.keep) @ np.abs(x.v)
             + largest([x.value_weights @ change for change in self.operands.v])
             + x.value_weights @ self.operands.v_error

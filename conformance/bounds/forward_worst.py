@@ -46,7 +46,7 @@ class WorstForward:
     @cached_property
     def lse(self) -> Array:
         """Shift of the denominator, the logarithm, and lse's storage."""
-        return self.lse_shift + lse_arithmetic(self, logs=1) + lse_rounding(self.numerics, self.softmax.lse)
+        return self.lse_shift + lse_arithmetic(self) + lse_rounding(self.numerics, self.softmax.lse)
 
     @cached_property
     def is_flat(self) -> Mask:
@@ -74,11 +74,20 @@ class WorstForward:
         return c.u_score * (stores * np.abs(x.scores) + x.added)
 
     @cached_property
+    def fused_rescale_error(self) -> Array:
+        """fr T U z: fl(m log2 e) does not cancel, and every tile of an unchanged maximum errs the same way. [4.2]
+
+        From the tile of key j on the running maximum lies between s_j and m, so none is larger than z_j.
+        """
+        x, c = self.softmax, self.numerics
+        return c.fused_rescale * c.u * x.count_tiles(c) * x.score_size
+
+    @cached_property
     def logit_error(self) -> Array:
         """e_j: error of a logit as the weight of key j feels it, rescalings and merges included. [4.2]"""
         x, c = self.softmax, self.numerics
         sizes = c.u * ((4 + 3 * c.merges) * x.score_size + 6 * (x.gap + c.lazy_rescale) + 8)
-        rescales = (x.count_tiles(c) + 2 + c.merges) * c.exp_error
+        rescales = (x.count_tiles(c) + 2 + c.merges) * c.exp_error + self.fused_rescale_error
         e = self.dot_error + self.score_rounding + self.rule_error + sizes + rescales
         flat = c.merges * (7 * c.u * x.row_size + 4 * c.exp_error)
         return np.where(self.is_flat, flat, e) * x.mask
@@ -175,8 +184,8 @@ def stored_weight_error(x: Softmax, numerics: Numerics, *, u: float, growth: Arr
     return np.minimum(rounding, (1 - x.exps + np.minimum(growth, 1)) * x.mask / x.row_sum)
 
 
-def lse_arithmetic(worst: WorstForward, *, logs: int) -> Array:
+def lse_arithmetic(worst: WorstForward) -> Array:
     """eps (1 + ln l), a few numbers of size Z, and a merge. [4.6]"""
     x, c = worst.softmax, worst.numerics
-    logarithm = c.exp_error * (logs + np.log(x.row_sum)) * (1 + c.merges)
+    logarithm = c.exp_error * (1 + np.log(x.row_sum)) * (1 + c.merges)
     return logarithm + (4 + 3 * c.merges) * c.u * x.row_size + worst.merge_error

@@ -92,16 +92,6 @@ class Gradients:
         """cols_j: how many rows see key j, a column over keys."""
         return self.softmax.mask.sum(0, dtype=np.float64)[:, None]
 
-    @cached_property
-    def row_weight_key(self) -> Array:
-        """|P K|: signed sums are what an error common to a row meets. [4.7]"""
-        return np.abs(self.slope_weights @ self.softmax.k)
-
-    @cached_property
-    def row_gradient_key(self) -> Array:
-        """|dS K|, likewise."""
-        return np.abs(self.ds @ self.softmax.k)
-
 
 def compute_gradients(
     x: Softmax, do: Array, dlse: Array | None, numerics: Numerics, do_error: Array | None = None

@@ -76,6 +76,7 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
     tanh_eps: float = 8.0  # absolute error of a soft cap's tanh
     exp_zero_exact: bool = True
     lazy_rescale: float = 0.0  # nats by which the running maximum may lag
+    fused_rescale: bool = False  # a rescale factor rounds m log2 e apart: 1 is missed by U|m|, in every tile
 
     # Choices that move a rounding from one place to another.
     l_from_p: bool = False  # the denominator sums the stored P

@@ -63,6 +63,7 @@ class Softmax:
     keep: Array  # dropout: keep mask / (1 - rate)
     sm_scale: float
     cap: float | None
+    num_sinks: int  # 1 where the last column is one
     num_heads: int
     head_of_row: npt.NDArray[np.intp]
     visible: Mask  # which of the listed rows these are
@@ -73,6 +74,16 @@ class Softmax:
     def num_rows(self) -> int:
         """All listed rows, empty ones included."""
         return len(self.visible)
+
+    @cached_property
+    def has_rules(self) -> bool:
+        """A score is more than sm_scale q.k."""
+        return self.cap is not None or bool(self.added.any())
+
+    @property
+    def is_key(self) -> Mask:
+        """False in the column of a sink, as a row."""
+        return np.arange(len(self.k))[None] < len(self.k) - self.num_sinks
 
     @cached_property
     def num_keys(self) -> Array:
@@ -154,48 +165,54 @@ class Softmax:
 
 def compute_softmax(block: AttentionBlock) -> Softmax:
     """Exact weights of the rows that see a key or a sink."""
-    seen = any_in_column(block.mask)
-    k, v, mask = np.where(seen, block.k, 0.0), np.where(seen, block.v, 0.0), block.mask
-    k_error, v_error = (
-        np.zeros_like(x) if error is None else np.where(seen, error, 0.0)
-        for x, error in ((k, block.k_error), (v, block.v_error))
-    )
+    keys, mask = key_operands(block), block.mask
     maps = {
         "scores": np.where(mask, block.scores, 0.0),
         "added": _fill(mask, block.added, 0.0),
         "slope": _fill(mask, block.slope, 1.0),
         "keep": _fill(mask, block.dropout, 1.0),
     }
-    if block.sink is not None and np.isfinite(block.sink).any():
-        # One more key whose k and v are 0 and whose logit is given, -inf where a row has none. [4.10]
-        has_sink, rows = np.isfinite(block.sink), len(mask)
-        k, v, mask = _append_zeros(k), _append_zeros(v), np.c_[mask, has_sink]
-        k_error, v_error = _append_zeros(k_error), _append_zeros(v_error)
-        columns = (np.where(has_sink, block.sink, 0.0), np.zeros(rows), np.ones(rows), np.ones(rows))
-        maps = {name: np.c_[x, column] for (name, x), column in zip(maps.items(), columns, strict=True)}
+    num_sinks = int(block.sink is not None and bool(np.isfinite(block.sink).any()))
+    if num_sinks and block.sink is not None:
+        keys = {name: np.vstack([x, np.zeros((1, x.shape[1]))]) for name, x in keys.items()}
+        maps, mask = append_sink(maps, block.sink), np.c_[mask, np.isfinite(block.sink)]
     visible = any_in_row(mask)[:, 0]
-    mask, maps = mask[visible], {name: x[visible] for name, x in maps.items()}
-    q = block.q[visible]
-    _check_finite(q=q, k=k, v=v, scores=maps["scores"])
+    mask, maps, q = mask[visible], {name: x[visible] for name, x in maps.items()}, block.q[visible]
+    _check_finite(q=q, k=keys["k"], v=keys["v"], scores=maps["scores"])
     shifted = np.where(mask, maps["scores"], -np.inf)
     row_max = shifted.max(1, keepdims=True, initial=-np.inf)
     return Softmax(
         q=q,
-        k=k,
-        v=v,
         q_error=np.zeros_like(q) if block.q_error is None else block.q_error[visible],
-        k_error=k_error,
-        v_error=v_error,
+        **keys,
         mask=mask,
         **maps,
         sm_scale=block.sm_scale,
         cap=block.cap,
+        num_sinks=num_sinks,
         num_heads=block.num_heads,
         head_of_row=np.flatnonzero(visible) // max(len(visible) // block.num_heads, 1),
         visible=visible,
         exps=np.exp(shifted - row_max),
         row_max=row_max,
     )
+
+
+def key_operands(block: AttentionBlock) -> dict[str, Array]:
+    """k, v and their errors, 0 where no row looks."""
+    seen = any_in_column(block.mask)
+    k_error, v_error = (
+        np.zeros_like(x) if error is None else error
+        for x, error in ((block.k, block.k_error), (block.v, block.v_error))
+    )
+    listed = {"k": block.k, "v": block.v, "k_error": k_error, "v_error": v_error}
+    return {name: np.where(seen, x, 0.0) for name, x in listed.items()}
+
+
+def append_sink(maps: dict[str, Array], sink: Array) -> dict[str, Array]:
+    """One more key whose k and v are 0 and whose logit is given, -inf where a row has none. [4.10]"""
+    columns = {"scores": np.where(np.isfinite(sink), sink, 0.0), "added": np.zeros(len(sink))}
+    return {name: np.c_[x, columns.get(name, np.ones(len(sink)))] for name, x in maps.items()}
 
 
 def compute_operands(x: Softmax, numerics: Numerics) -> Operands:
@@ -216,10 +233,6 @@ def _scaled_changes(x: Array, factor: float, numerics: Numerics) -> list[Array]:
 
 def _fill(mask: Mask, x: Array | None, default: float) -> Array:
     return np.full(mask.shape, default) if x is None else np.where(mask, x, default)
-
-
-def _append_zeros(x: Array) -> Array:
-    return np.vstack([x, np.zeros((1, x.shape[1]))])
 
 
 def _check_finite(**arrays: Array) -> None:

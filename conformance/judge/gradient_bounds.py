@@ -1,14 +1,20 @@
 """Every gradient beside the oracle's, with the bound of each of its elements. [BOUND-GRAD, BOUND-RULE]"""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 
-from attnconform.conformance.bounds.backward import backward_bounds, score_gradient_error
-from attnconform.conformance.bounds.forward import ForwardBounds, forward_bounds, scatter_rows
+from attnconform.conformance.bounds.backward import GRADIENTS, backward_bounds
+from attnconform.conformance.bounds.block import AttentionBlock
+from attnconform.conformance.bounds.forward import ForwardBounds, forward_bounds
 from attnconform.conformance.bounds.numerics import Numerics
+from attnconform.conformance.bounds.oracle import FLOAT64, finer, in_float64, oracle_gradient_error
+from attnconform.conformance.bounds.parameters import ParameterBound, no_bound, rule_bounds
+from attnconform.conformance.bounds.rounding import output_rounding
 from attnconform.conformance.cases.values import Values
 from attnconform.conformance.judge.blocks import TURN_ROUNDINGS, UNIT, PlacedBlock, placed_blocks
+from attnconform.conformance.judge.coefficients import rule_coefficients
 from attnconform.conformance.judge.epilogue import EXP_ROUNDINGS
 from attnconform.conformance.judge.trial import ObservedGradients, Trial
 from attnconform.conformance.judge.values import Comparison
@@ -16,17 +22,9 @@ from attnconform.reference.coordinates import FloatArray, IntArray
 from attnconform.reference.epilogue import epilogue_slope
 from attnconform.reference.problem import AttentionProblem
 from attnconform.reference.rope import frequencies, pairs
-from attnconform.reference.rule_values import (
-    apply_score_rule,
-    parameter_gradient,
-    parameter_shape,
-    score_rule_slope,
-)
-from attnconform.reference.rules import Alibi, CustomScore, RelativeBias, ScoreRule, SoftCap
+from attnconform.reference.rules import SoftCap
 from attnconform.reference.steps import AttentionResult, Gradients, Steps
 
-COEFFICIENT_ROUNDINGS = 16  # of what a score's gradient is multiplied by on its way to a parameter
-STEEPEST_COEFFICIENT = 0.77  # the largest slope of tanh(x) - x (1 - tanh(x)^2), which is 2 x tanh(x) (1 - tanh(x)^2)
 BOTH_FORMS = ("worst", "prob")
 Bounds = dict[str, tuple[FloatArray, FloatArray]]  # name -> (worst, probable)
 
@@ -47,14 +45,25 @@ def compare_gradients(
     """dq, dk, dv, dsink and the score rules' gradients with their bounds."""
     numerics = trial.backend.capabilities.numerics_of(trial.case.structure.dtype)
     want, got = wanted(trial, oracle, observed), given(observed)
-    bounds: Bounds = {name: (np.zeros_like(array), np.zeros_like(array)) for name, array in want.items()}
+    bounds: Bounds = {name: (np.zeros_like(want[name]), np.zeros_like(want[name])) for name in GRADIENTS}
+    parameters = {name: no_bound(want[name].size) for name in want if name not in GRADIENTS}
     for placed in placed_blocks(trial, values):
         forward = forward_bounds(placed.block, numerics)
         arriving = arriving_gradient(trial, values, result, placed, forward)
-        add_bounds(trial.problem, bounds, placed, forward, arriving, numerics)
-        if any(name.startswith("dscore") for name in want):
-            add_rule_bounds(trial.problem, bounds, placed, forward, arriving, numerics)
+        sinks = add_bounds(trial.problem, bounds, placed, forward, arriving, numerics)
+        found = {"dsink": sinks} | bound_rules(trial.problem, placed, arriving, numerics, parameters)
+        parameters = {name: before + found[name] for name, before in parameters.items()}
+    for name, bound in parameters.items():
+        bounds[name] = stored(name, bound, want[name], numerics)
     return [Comparison(name, got[name], want[name], *bounds[name]) for name in want]
+
+
+def stored(name: str, bound: ParameterBound, want: FloatArray, numerics: Numerics) -> tuple[FloatArray, FloatArray]:
+    """Both forms in the shape of the parameters; a sink's gradient is rounded to the output's dtype besides."""
+    worst, probable = (form.reshape(want.shape) for form in (bound.worst, bound.probable))
+    if name == "dsink":
+        worst, probable = (form + output_rounding(numerics, np.abs(want) + form) for form in (worst, probable))
+    return worst, probable
 
 
 def wanted(trial: Trial, oracle: Gradients, observed: ObservedGradients) -> dict[str, FloatArray]:
@@ -106,21 +115,22 @@ def add_bounds(
     forward: ForwardBounds,
     arriving: Arriving,
     numerics: Numerics,
-) -> None:
-    """Adds one block's part of the bounds of dq, dk, dv and dsink."""
-    found = backward_bounds(placed.block, arriving.do, numerics, forward, arriving.dlse, arriving.error)
+) -> ParameterBound:
+    """Adds one block's part of the bounds of dq, dk and dv, and returns that of the sinks of all heads."""
+    arrives = arriving.dlse, arriving.error, problem.total_q
+    found = backward_bounds(placed.block, arriving.do, numerics, forward, *arrives)
+    own = oracle_gradient_error(placed.block, arriving.do, *arrives)
     slope = 1.0 if placed.block.slope is None else placed.block.slope
     ds = np.abs(problem.sm_scale * arriving.to_scores * slope)
     for i, form in enumerate(BOTH_FORMS):
-        dq, dk = getattr(found, f"dq_{form}"), getattr(found, f"dk_{form}")
+        dq, dk, dv = (getattr(found, f"{name}_{form}") + own[name] for name in GRADIENTS)
         dq = turned_back(problem, dq, placed.q_idx, ds @ np.abs(placed.block.k))
         bounds["dq"][i][placed.rows, placed.heads] = dq
         # a slot may hold two positions, or serve two requests: its errors add up
         dk = turned_back(problem, dk, np.arange(len(placed.slots)), ds.T @ np.abs(placed.block.q))
         np.add.at(bounds["dk"][i][:, placed.kv_head], placed.slots, dk)
-        np.add.at(bounds["dv"][i][:, placed.kv_head], placed.slots, getattr(found, f"dv_{form}"))
-        if "dsink" in bounds:
-            np.add.at(bounds["dsink"][i], placed.heads, getattr(found, f"dsink_{form}"))
+        np.add.at(bounds["dv"][i][:, placed.kv_head], placed.slots, dv)
+    return found.dsink.widened(own["dsink"]).among(problem.num_qo_heads, placed.kv_head * problem.group_size)
 
 
 def turned_back(problem: AttentionProblem, bound: FloatArray, positions: IntArray, size: FloatArray) -> FloatArray:
@@ -135,60 +145,39 @@ def turned_back(problem: AttentionProblem, bound: FloatArray, positions: IntArra
     return np.where(bound.any(axis=1, keepdims=True), moved, bound)
 
 
-def add_rule_bounds(
+def bound_rules(
     problem: AttentionProblem,
-    bounds: Bounds,
     placed: PlacedBlock,
-    forward: ForwardBounds,
     arriving: Arriving,
     numerics: Numerics,
-) -> None:
-    """Adds one block's part of the bounds of the score rules' gradients. [BOUND-RULE]
-
-    A gradient is a sum of coefficient times score gradient: each factor's error, and the sum's own.
-    """
-    if forward.terms is None:
-        return
-    error = score_gradient_error(placed.block, arriving.do, numerics, arriving.dlse, arriving.error)
-    given_error = scatter_rows(forward.terms.softmax, forward.terms.worst.logit_error)
-    steps, kv_idx = Steps(), np.arange(len(placed.slots))
-    for r, head in enumerate(placed.heads.tolist()):
-        seen, q_idx = placed.block.mask[r], int(placed.q_idx[r])
-        where = kv_idx[seen]
-        inputs, scores = [], steps.scale(problem, placed.block.k[seen] @ placed.block.q[r])
-        for rule in problem.score_rules:
-            inputs.append(scores)
-            scores = apply_score_rule(rule, scores, head, q_idx, where)
-        size = np.abs(arriving.to_scores[r, seen])
-        off = error[r, seen] + (COEFFICIENT_ROUNDINGS + len(where)) * UNIT * size
-        for i, rule in reversed(list(enumerate(problem.score_rules))):
-            part = rule_bound(rule, inputs[i], off, size * given_error[r, : len(seen)][seen], head, q_idx, where)
-            for bound in bounds.get(f"dscore{i}", ()):
-                bound += part
-            slope = np.abs(score_rule_slope(rule, inputs[i], head, q_idx, where))
-            off, size = off * slope, size * slope
+    wanted: Collection[str],
+) -> dict[str, ParameterBound]:
+    """One block's part of the bounds of the score rules' gradients, the oracle's own error included. [BOUND-RULE]"""
+    if not any(name.startswith("dscore") for name in wanted):
+        return {}
+    declared = bound_rules_as(problem, placed.block, placed, arriving, numerics, arriving.error)
+    own = bound_rules_as(problem, in_float64(placed.block), placed, arriving, FLOAT64, finer(arriving.error))
+    return {
+        f"dscore{i}": bound.widened(oracle.worst) for i, (bound, oracle) in enumerate(zip(declared, own, strict=True))
+    }
 
 
-def rule_bound(
-    rule: ScoreRule,
-    given_scores: FloatArray,
-    off: FloatArray,  # (n,) error of the gradient that arrives
-    moved: FloatArray,  # (n,) that gradient times the error of the scores the rule is given
-    qo_head: int,
-    q_idx: int,
-    kv_idx: IntArray,
-) -> FloatArray:
-    """One row's part of the bound of a rule's gradients, in the shape of its parameters."""
-    bound = np.zeros(parameter_shape(rule))
-    match rule:
-        case Alibi():
-            bound[qo_head] = off @ np.abs(kv_idx - q_idx)
-        case RelativeBias():
-            bound = parameter_gradient(rule, given_scores, off, qo_head, q_idx, kv_idx)
-        case SoftCap(cap):
-            x = given_scores / cap
-            coefficient = np.abs(np.tanh(x) - x * (1 - np.tanh(x) ** 2)) + COEFFICIENT_ROUNDINGS * UNIT
-            bound[()] = off @ coefficient + moved.sum() * STEEPEST_COEFFICIENT / cap
-        case CustomScore():
-            pass
-    return bound
+def bound_rules_as(
+    problem: AttentionProblem,
+    block: AttentionBlock,
+    placed: PlacedBlock,
+    arriving: Arriving,
+    numerics: Numerics,
+    do_error: FloatArray | None,
+) -> list[ParameterBound]:
+    """The same in one arithmetic; a slope sums over the rows of its head, a cap over those of all heads."""
+    rules, given = problem.score_rules, Steps().scale(problem, seen_dots(block))
+    coefficients = rule_coefficients(rules, given, block.mask, placed.heads, placed.q_idx, numerics)
+    num_rows = [problem.total_q * (problem.num_qo_heads if isinstance(rule, SoftCap) else 1) for rule in rules]
+    return rule_bounds(block, arriving.do, numerics, coefficients, num_rows, arriving.dlse, do_error)
+
+
+def seen_dots(block: AttentionBlock) -> FloatArray:
+    """q.k along the edges; what no row sees may be anything."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.where(block.mask, block.q @ block.k.T, 0.0)

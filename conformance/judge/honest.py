@@ -1,7 +1,8 @@
 """How tight the bounds are on honest kernels: emulated ones, a million elements and more, and never a false FAIL.
 
 A worst-case bound that an honest kernel exceeds is wrong. A bound that no honest kernel comes near is slack, and hides
-mistakes of its own size. Both are measured here by the number of keys, on random and designed inputs. [BOUND-OUT]
+mistakes of its own size. Both are measured here for every output, by the number of keys and by what is declared, on
+random and designed inputs. [BOUND-OUT] [BOUND-GRAD] [BOUND-RULE]
 """
 
 from collections.abc import Iterator
@@ -11,39 +12,37 @@ from itertools import count
 import msgspec
 import numpy as np
 
-from attnconform.conformance.bounds.block import Array, AttentionBlock
-from attnconform.conformance.bounds.emulate import Schedule, emulate_forward
-from attnconform.conformance.bounds.forward import forward_bounds
-from attnconform.conformance.bounds.numerics import NUMERICS_CLASSES, Numerics
+from attnconform.conformance.bounds.block import Array
 from attnconform.conformance.cases.structure import Dtype
-from attnconform.conformance.cases.values import EXTREME_SCORE, FAR_SCORE, LANE_SCORE, round_to
-from attnconform.reference import philox
+from attnconform.conformance.judge.honest_cases import FAMILIES, FEATURES, build_case
+from attnconform.conformance.judge.honest_classes import HONEST_CLASSES
+from attnconform.conformance.judge.honest_outputs import OUTPUTS, Judged, judge_honest
 
-CLASS_OF: dict[Dtype, str] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-FAMILIES = (
-    "normal", "peaked", "zero_q", "equal_keys", "v_mean", "half_mass", "extreme", "far_key", "zero_lane",
-)  # fmt: skip
-NUM_KEYS = (1, 2, 3, 16, 17, 64, 257, 1024)
-ROWS, HEAD_DIM = 32, 64
-VISIBLE = 0.7  # share of its keys that a row sees
+NUM_KEYS = (1, 2, 3, 16, 17, 64, 257, 1024, 4096, 16384, 65536)
+LONG_FAMILIES = ("normal", "zero_q", "half_mass", "extreme", "v_mean")  # as many as features
 SLACK = 0.1  # usage below which a probable bound hides more than it must
+# What sees a mistake that hides under the bound of an output, where that bound is slack.
+COVERED_BY = {
+    "out": "the membership probe and, from some hundreds of keys on, lse with q = 0 see it",
+    "lse": "q = 0, where lse counts keys, and the membership probe see it",
+    "dq": "dk, made of the same dS, and the edges of dv see it",
+    "dk": "the edges of dv (q = 0, one-hot dO) and GRAD-ZERO see it",
+    "dv": "the edges of dv (q = 0, one-hot dO) and GRAD-ZERO see it",
+    "dsink": "lse and dq see a sink's weight, and a sink's gradient is few numbers: a draw of few errors",
+    "dscore": "dq and dk see the dS that it is made of, and it is few numbers: a draw of few errors",
+}
 SEED = 0x40_0E57
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What an honest kernel is free to choose, with the declaration that goes with it."""
+class Size:
+    """Rows and head dim of a block."""
 
-    schedule: Schedule
-    declared: dict[str, int]
+    rows: int
+    head_dim: int
 
 
-CHOICES = (
-    Choice(Schedule(tile=64), {}),
-    Choice(Schedule(tile=16, splits=3, exp2=True, exp_bias=3.0), {"num_splits": 3}),
-    Choice(Schedule(tile=128, splits=8, exp_bias=-3.0), {"num_splits": 8}),
-    Choice(Schedule(tile=32, exp2=True), {"l_from_p": True}),
-)
+SHORT, LONG, LONGEST = Size(32, 64), Size(8, 32), Size(4, 16)
 
 
 class Usage(msgspec.Struct, kw_only=True):
@@ -65,13 +64,17 @@ class Usage(msgspec.Struct, kw_only=True):
         self.probable = max(self.probable, float(of_probable.max(initial=0.0)))
 
 
+Usages = dict[str, Usage]  # by output
+
+
 class Honesty(msgspec.Struct, kw_only=True):
-    """One dtype: all comparisons together, and by number of keys, output and family of inputs."""
+    """One dtype: all comparisons together, and by number of keys, class, output and family of inputs."""
 
     dtype: Dtype
     total: Usage
-    by_keys: dict[int, dict[str, Usage]]  # number of keys -> output -> usage
-    by_family: dict[str, Usage]
+    by_keys: dict[int, Usages]
+    by_class: dict[str, dict[int, Usages]]
+    by_family: Usages
 
     @property
     def is_honest(self) -> bool:
@@ -79,11 +82,21 @@ class Honesty(msgspec.Struct, kw_only=True):
 
     @property
     def slack(self) -> dict[str, list[int]]:
-        """Numbers of keys at which an output errs, and never by a tenth of its probable bound."""
-        return {
-            name: [keys for keys, by in self.by_keys.items() if 0 < by[name].probable < SLACK]
-            for name in ("out", "lse")
-        }
+        """Numbers of keys at which an output errs, and in no class by a tenth of its probable bound."""
+        return slack_lengths(self.by_keys)
+
+    @property
+    def slack_by_class(self) -> dict[str, dict[str, list[int]]]:
+        """The same of each class alone; only what is slack."""
+        found = {name: slack_lengths(by_keys) for name, by_keys in self.by_class.items()}
+        return {name: {output: lengths for output, lengths in by.items() if lengths} for name, by in found.items()}
+
+
+def slack_lengths(by_keys: dict[int, Usages]) -> dict[str, list[int]]:
+    """By output, where its usage stays under SLACK; an output that is exact has no errors to be slack about."""
+    return {
+        output: [keys for keys, usages in by_keys.items() if 0 < usages[output].probable < SLACK] for output in OUTPUTS
+    }
 
 
 def ratio(error: Array, bound: Array) -> Array:
@@ -93,79 +106,60 @@ def ratio(error: Array, bound: Array) -> Array:
 
 
 def compare_honest(dtype: Dtype, comparisons: int) -> Iterator[Honesty]:
-    """Goes on until so many elements are compared; gives the same record again after every block."""
-    found = Honesty(
-        dtype=dtype,
-        total=Usage(),
-        by_keys={keys: {"out": Usage(), "lse": Usage()} for keys in NUM_KEYS},
-        by_family={family: Usage() for family in FAMILIES},
-    )
+    """Every class on every family at its lengths, and on until so many elements are compared.
+
+    Gives the same record again after every block.
+    """
+    found, classes = no_comparisons(dtype), list(HONEST_CLASSES[dtype])
+    plan = [(name, family, keys) for name in classes for keys in NUM_KEYS for family in families_for(keys)]
     for number in count():
-        keys = NUM_KEYS[number % len(NUM_KEYS)]
-        family = FAMILIES[number // len(NUM_KEYS) % len(FAMILIES)]
-        choice = CHOICES[(number // len(NUM_KEYS)) % len(CHOICES)]
-        compare_block(found, build_block(dtype, family, keys, SEED + number), choice, family, keys)
+        name, family, keys = plan[number % len(plan)]
+        # over its families every class meets every feature at most lengths
+        feature = FEATURES[number % len(FEATURES)]
+        add_block(found, name, family, judge_block(dtype, name, family, feature, keys, SEED + number), keys)
         yield found
-        if found.total.comparisons >= comparisons and number + 1 >= len(NUM_KEYS) * len(FAMILIES):
+        if found.total.comparisons >= comparisons and number + 1 >= len(plan):
             return
 
 
-def compare_block(found: Honesty, block: AttentionBlock, choice: Choice, family: str, keys: int) -> None:
-    """One emulated kernel on one block, out and lse."""
-    numerics: Numerics = msgspec.structs.replace(NUMERICS_CLASSES[CLASS_OF[found.dtype]], **choice.declared)
-    got, bounds = emulate_forward(block, numerics, choice.schedule), forward_bounds(block, numerics)
-    out, lse = exact_forward(block)
-    with np.errstate(invalid="ignore"):  # a row that sees nothing has an lse of -inf on both sides
-        lse_error = np.where(got.lse == lse, 0.0, np.abs(got.lse - lse))
-    for name, error, worst, probable in (
-        ("out", np.abs(got.out - out), bounds.out_worst, bounds.out_prob),
-        ("lse", lse_error, bounds.lse_worst, bounds.lse_prob),
-    ):
-        for usage in (found.total, found.by_keys[keys][name], found.by_family[family]):
-            usage.add(error, worst, probable)
+def families_for(keys: int) -> tuple[str, ...]:
+    """All of them, or a few where blocks are long."""
+    return FAMILIES if keys <= 1024 else LONG_FAMILIES
 
 
-def exact_forward(block: AttentionBlock) -> tuple[Array, Array]:
-    """out and lse in float64."""
-    scores = np.where(block.mask, block.scores, -np.inf)
-    row_max = scores.max(1, keepdims=True, initial=-np.inf)
-    row_max = np.where(np.isfinite(row_max), row_max, 0.0)
-    weights = np.exp(scores - row_max)
-    total = weights.sum(1, keepdims=True)
-    with np.errstate(divide="ignore"):
-        return weights @ block.v / np.where(total > 0, total, 1), (row_max + np.log(total))[:, 0]
+def no_comparisons(dtype: Dtype) -> Honesty:
+    """An empty record."""
+    return Honesty(
+        dtype=dtype,
+        total=Usage(),
+        by_keys=no_usages(),
+        by_class={name: no_usages() for name in HONEST_CLASSES[dtype]},
+        by_family={family: Usage() for family in FAMILIES},
+    )
 
 
-def build_block(dtype: Dtype, family: str, keys: int, seed: int) -> AttentionBlock:
-    """Rows and keys of one family; a row sees most of its keys, the first sees all of them."""
-    sm_scale = HEAD_DIM**-0.5
-    q, k, v = (philox.normal(seed, i, (n, HEAD_DIM)) for i, n in enumerate((ROWS, keys, keys)))
-    mask = philox.uniform(seed, 3, (ROWS, keys)) < VISIBLE
-    mask[0] = True
-    q, k, v = (round_to(x, dtype) for x in shaped(family, q, k, v, sm_scale))
-    return AttentionBlock(q=q, k=k, v=v, mask=mask, scores=sm_scale * (q @ k.T), sm_scale=sm_scale)
+def no_usages() -> dict[int, Usages]:
+    return {keys: {output: Usage() for output in OUTPUTS} for keys in NUM_KEYS}
 
 
-def shaped(family: str, q: Array, k: Array, v: Array, sm_scale: float) -> tuple[Array, Array, Array]:
-    """Normal numbers bent into a family: the same families as the matrix has."""
-    scores = {
-        "half_mass": (float(np.log(max(len(k), 2))), 0.0),
-        "extreme": (EXTREME_SCORE, -EXTREME_SCORE),
-        "far_key": (FAR_SCORE, 0.0),
-        "zero_lane": (LANE_SCORE, LANE_SCORE),
-    }
-    if family not in scores:
-        return {
-            "normal": (q, k, v),
-            "peaked": (4 * q, k, v),
-            "zero_q": (0 * q, k, v),
-            "equal_keys": (q, np.broadcast_to(k[:1], k.shape), v),
-            "v_mean": (q, k, 1 + v / 8),
-        }[family]
-    first, other = scores[family]
-    along = np.sqrt(abs(first) / sm_scale)
-    new_q, new_k = np.zeros_like(q), np.zeros_like(k)
-    new_q[:, 0], new_q[:, 1] = along, q[:, 1]
-    new_k[:, 0], new_k[:, 1] = other / (sm_scale * along), k[:, 1]
-    new_k[0, 0] = first / (sm_scale * along)
-    return new_q, new_k, v
+def size_for(keys: int) -> Size:
+    """Fewer and shorter rows where there are many keys: a bound has to hold for each, and time is finite."""
+    return SHORT if keys <= 1024 else LONG if keys <= 16384 else LONGEST
+
+
+def judge_block(dtype: Dtype, name: str, family: str, feature: str, keys: int, seed: int) -> list[Judged]:
+    """One emulated kernel on one block."""
+    honest, size = HONEST_CLASSES[dtype][name], size_for(keys)
+    kv_dtype: Dtype = "float32" if honest.is_dequantized else dtype
+    case = build_case(
+        dtype, family, feature, keys=keys, rows=size.rows, head_dim=size.head_dim, seed=seed, kv_dtype=kv_dtype
+    )
+    return judge_honest(case, honest)
+
+
+def add_block(found: Honesty, name: str, family: str, outputs: list[Judged], keys: int) -> None:
+    """Counts one block's outputs wherever they belong."""
+    for judged in outputs:
+        places = (found.by_keys[keys], found.by_class[name][keys])
+        for usage in (found.total, found.by_family[family], *(place[judged.output] for place in places)):
+            usage.add(judged.error, judged.worst, judged.probable)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attnconform.conformance.bounds.forward import forward_bounds, oracle_error
+from attnconform.conformance.bounds.forward import forward_bounds
+from attnconform.conformance.bounds.oracle import oracle_error
 from attnconform.conformance.cases.values import Values
 from attnconform.conformance.clauses import checks
 from attnconform.conformance.judge.blocks import placed_blocks

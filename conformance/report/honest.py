@@ -8,7 +8,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from attnconform.conformance.cases.structure import Dtype
-from attnconform.conformance.judge.honest import SLACK, Honesty, Usage, compare_honest
+from attnconform.conformance.judge.honest import COVERED_BY, SLACK, Honesty, Usage, Usages, compare_honest
+from attnconform.conformance.judge.honest_outputs import OUTPUTS
 
 
 def honest_command(
@@ -33,32 +34,48 @@ def compare_with_progress(console: Console, dtype: Dtype, comparisons: int) -> H
 
 
 def print_honesty(console: Console, found: Honesty) -> None:
-    """Largest error / bound by number of keys and by family, and the verdict."""
-    by_keys = usage_table(f"{found.dtype}: largest error / bound by number of keys", "keys, output")
-    for keys, outputs in found.by_keys.items():
-        for name, usage in outputs.items():
-            add_usage(by_keys, f"{keys} {name}", usage)
-    by_family = usage_table(f"{found.dtype}: by family of inputs", "family")
+    """Largest error / bound of every output by number of keys, by class, and by family; the verdict; what is slack."""
+    console.print(outputs_table(f"{found.dtype}: largest error / bound, worst case | probable", "keys", found.by_keys))
+    for name, by_keys in found.by_class.items():
+        console.print(outputs_table(f"{found.dtype}, {name}", "keys", by_keys))
+    by_family = usage_table(f"{found.dtype}: by family of inputs")
     for family, usage in found.by_family.items():
         add_usage(by_family, family, usage)
-    console.print(by_keys, by_family)
-    slack = "; ".join(
-        f"{name} stays under {SLACK} of its probable bound at {keys or 'no number of'} keys"
-        for name, keys in found.slack.items()
-    )
+    console.print(by_family)
     console.print(
         f"{found.dtype}: {found.total.false_fails} false FAILs and {found.total.past_probable} past the probable bound "
         f"in {found.total.comparisons} comparisons; largest error / bound {found.total.worst:.3f} worst-case, "
-        f"{found.total.probable:.3f} probable; {slack}",
+        f"{found.total.probable:.3f} probable",
         highlight=False,
     )
+    for line in slack_lines(found):
+        console.print(line, highlight=False)
 
 
-def usage_table(title: str, first: str) -> Table:
+def outputs_table(title: str, first: str, rows: dict[int, Usages]) -> Table:
+    """A row per number of keys, a column per output."""
+    table = Table(title=title)
+    for column in (first, *OUTPUTS):
+        table.add_column(column, justify="right")
+    for keys, usages in rows.items():
+        table.add_row(str(keys), *(f"{usages[name].worst:.3f}|{usages[name].probable:.3f}" for name in OUTPUTS))
+    return table
+
+
+def slack_lines(found: Honesty) -> list[str]:
+    """Which outputs stay under a tenth of their probable bound, where, and what else sees mistakes there."""
+    return [
+        f"{found.dtype}: {name} stays under {SLACK} of its probable bound at "
+        + (f"{', '.join(map(str, lengths))} keys, where {COVERED_BY[name]}" if lengths else "no number of keys")
+        for name, lengths in found.slack.items()
+    ]
+
+
+def usage_table(title: str) -> Table:
     """An empty table of usages."""
     table = Table(title=title)
-    for column in (first, "comparisons", "worst-case form", "probable form", "past probable", "false FAILs"):
-        table.add_column(column, justify="left" if column == first else "right")
+    for column in ("family", "comparisons", "worst-case form", "probable form", "past probable", "false FAILs"):
+        table.add_column(column, justify="left" if column == "family" else "right")
     return table
 
 

@@ -1,4 +1,7 @@
-"""The terms, spelt out one by one, still give the numbers of the derivation. [BOUND-OUT]"""
+"""Spelt out one by one, the worst case's terms still give the numbers of the derivation. [BOUND-OUT]
+
+The probable bounds have been tightened since, where errors that keys or rows share cancel: none may be above its first.
+"""
 
 import json
 from pathlib import Path
@@ -14,7 +17,7 @@ DERIVED = json.loads((Path(__file__).parent / "derived_values.json").read_text()
 
 @pytest.mark.parametrize("family_idx", range(8))
 @pytest.mark.parametrize("name", sorted(DERIVED["values"]))
-def test_bounds_equal_their_derivation(make_case, name, family_idx):
+def test_worst_cases_equal_their_derivation_and_probable_bounds_stay_below_it(make_case, name, family_idx):
     family = list(DERIVED["values"][name])[family_idx]
     # The script merged eight splits for every second family.
     numerics = msgspec.structs.replace(NUMERICS_CLASSES[name], num_splits=1 + 7 * (family_idx % 2))
@@ -28,4 +31,6 @@ def test_bounds_equal_their_derivation(make_case, name, family_idx):
         bound = got[column] if column.startswith(("dk", "dv")) else got[column][visible]
         # It left out the rounding of lse on its way to memory.
         bound = bound - lse_rounding if column.startswith("lse") else bound
-        assert np.log2(bound).mean() == pytest.approx(want, abs=1e-9), column
+        got_mean = np.log2(bound).mean()
+        assert got_mean <= want + 1e-9, column
+        assert column.endswith("prob") or got_mean == pytest.approx(want, abs=1e-9), column

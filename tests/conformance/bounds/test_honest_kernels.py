@@ -25,8 +25,8 @@ def shuffled(keys, seed):
 def emulate(case, numerics, schedule, rule=None):
     forward = emulate_forward(case.block, numerics, schedule, rule)
     backward = emulate_backward(case.block, case.do, numerics, schedule, forward, rule, case.dlse)
-    names = {"out": forward.out, "lse": forward.lse}
-    return {**names, **{name: getattr(backward, name) for name in ("dq", "dk", "dv", "dsink")}}
+    names = {"out": forward.out, "lse": forward.lse, "dsink": case.sum_heads(backward.dsink)}
+    return {**names, **{name: getattr(backward, name) for name in ("dq", "dk", "dv")}}
 
 
 def report(ratios, what):
