@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from attnconform.conformance.adapters.cuda_graphs import CapturedRun
 from attnconform.conformance.adapters.interpreter import quicken
+from attnconform.conformance.adapters.triton_structures import TritonStructures
 from attnconform.conformance.backend import (
     Backend,
     Backward,
@@ -39,6 +40,7 @@ REFUSALS = OneOf(
         "head-map-uneven", "too-few-lists", "scale-nan", "sink-nan", "slope-infinite", "cap-zero", "slopes-too-few",
         "window-negative", "query-of-another-head-dim", "cache-of-another-head-count", "bias-infinite",
         "bias-table-even", "head-windows-too-few", "scale-shape", "scale-zero", "dropout-of-all", "dropout-negative",
+        "foreign-page",
     )
 )  # fmt: skip
 
@@ -47,7 +49,7 @@ EXPRESSIBLE: dict[str, Domain] = {
     # a registered rule has no jit function of that name
     "mask": OneOf(tuple(value for value in FORWARD_AXES["mask"] if value != "custom")),
     "score": OneOf(tuple(value for value in FORWARD_AXES["score"] if value != "custom")),
-    "head_dim": OneOf(FORWARD_AXES["head_dim"]),
+    "head_dim": OneOf((*FORWARD_AXES["head_dim"], "576/512")),
     "quant": Whole(),
     "dropout": Whole(),
 }
@@ -82,13 +84,11 @@ def declared_numerics(interpreted: bool) -> dict[str, Numerics]:
 
 
 def refuse_inexpressible(spec: AttentionProblem) -> None:
-    """Refuses what the kernels' plan has no word for, and would therefore not notice. [SET-FORM, SAFE-OWNER]"""
+    """Refuses what the kernels' plan has no word for, and would therefore not notice. [SET-FORM]"""
     if spec.candidates is not None and spec.candidates.form != "set":
         raise RefusedInput("SET-FORM", "form", spec.candidates.form, "the kernels' candidates are a set")
     if spec.empty_row != "zero":
         raise RefusedInput("EMPTY-POLICY", "empty_row", spec.empty_row, "the kernels give an empty row 0")
-    if spec.cache.owned is not None:
-        raise RefusedInput("SAFE-OWNER", "owned", "given", "the kernels know no page owners")
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,11 @@ class Saved:
     lse: torch.Tensor
 
 
-class TritonKernels(Backend):
+class TritonKernels(TritonStructures, Backend):
     """plan, run and backward of kernels/sparse_attention."""
 
     name = "triton"
+    rows_per_union: ClassVar[int | None] = None  # by what the lists overlap
     backward_mode: ClassVar[str] = "kv_centric"
 
     def __init__(self, device: str = "cpu") -> None:
@@ -125,39 +126,47 @@ class TritonKernels(Backend):
             numerics=declared_numerics(interpreted),
             tolerates_nonfinite=True,
             score_gradients=True,
+            checks_owner=True,
         )
 
     def plan(self, problem: ProblemView, dtype: torch.dtype) -> Any:
         """The kernels' plan of a problem."""
-        spec, lists = problem.spec, problem.spec.candidates
-        refuse_inexpressible(spec)
         return self.kernels.plan(
-            qo_indptr=problem.tensor(spec.qo_indptr),
-            seqlen_kv=problem.tensor(spec.seqlen_kv),
-            page_table=problem.tensor(spec.cache.page_table),
-            page_size=spec.cache.page_size,
-            num_pages=spec.cache.num_pages,
-            num_qo_heads=spec.num_qo_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim_qk=spec.head_dim_qk,
-            head_dim_vo=spec.head_dim_vo,
-            sm_scale=spec.sm_scale,
-            dtype=dtype,
-            device=self.device,
-            q_offset=problem.tensor(spec.q_offset),
-            candidates=None if lists is None else self.candidate_lists(problem),
-            window=None if lists is None else lists.window,
-            num_sink_tokens=0 if lists is None else lists.num_sink_tokens,
-            mask_rule=None if spec.mask_rule is None else self.lower(spec.mask_rule),
-            score_rules=[self.lower(rule) for rule in spec.score_rules],
-            sink_logits=sink_tensor(spec, self.device),
+            **self.plan_arguments(problem, dtype),
             num_kv_splits=problem.hints.num_kv_splits,
             tile_kv=problem.hints.tile_kv,
-            layout=spec.cache.layout,
-            k_quant=self.quantization(spec.k_quant),
-            v_quant=self.quantization(spec.v_quant),
-            dropout=None if spec.dropout is None else self.kernels.Dropout(spec.dropout.rate, spec.dropout.seed),
+            rows_per_union=self.rows_per_union,
         )
+
+    def plan_arguments(self, problem: ProblemView, dtype: torch.dtype) -> dict[str, Any]:
+        spec, lists = problem.spec, problem.spec.candidates
+        refuse_inexpressible(spec)
+        return {
+            "qo_indptr": problem.tensor(spec.qo_indptr),
+            "seqlen_kv": problem.tensor(spec.seqlen_kv),
+            "page_table": problem.tensor(spec.cache.page_table),
+            "page_size": spec.cache.page_size,
+            "num_pages": spec.cache.num_pages,
+            "num_qo_heads": spec.num_qo_heads,
+            "num_kv_heads": spec.num_kv_heads,
+            "head_dim_qk": spec.head_dim_qk,
+            "head_dim_vo": spec.head_dim_vo,
+            "sm_scale": spec.sm_scale,
+            "dtype": dtype,
+            "device": self.device,
+            "q_offset": problem.tensor(spec.q_offset),
+            "candidates": None if lists is None else self.candidate_lists(problem),
+            "window": None if lists is None else lists.window,
+            "num_sink_tokens": 0 if lists is None else lists.num_sink_tokens,
+            "mask_rule": None if spec.mask_rule is None else self.lower(spec.mask_rule),
+            "score_rules": [self.lower(rule) for rule in spec.score_rules],
+            "sink_logits": sink_tensor(spec, self.device),
+            "layout": spec.cache.layout,
+            "k_quant": self.quantization(spec.k_quant),
+            "v_quant": self.quantization(spec.v_quant),
+            "dropout": None if spec.dropout is None else self.kernels.Dropout(spec.dropout.rate, spec.dropout.seed),
+            "owned": None if spec.cache.owned is None else problem.tensor(spec.cache.owned, torch.bool),
+        }
 
     def quantization(self, quant: Quantization | None) -> Any:
         """How a cache is stored, as the kernels take it."""
@@ -217,6 +226,13 @@ class TritonKernels(Backend):
         import triton
 
         return {"torch": torch.__version__, "triton": triton.__version__, "numpy": np.__version__}
+
+
+class TritonUnion(TritonKernels):
+    """The same kernels, four neighbouring rows with lists of their own a tile, whether the lists overlap or not."""
+
+    name = "triton-union"
+    rows_per_union = 4
 
 
 class TritonAtomic(TritonKernels):

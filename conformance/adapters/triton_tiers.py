@@ -18,7 +18,6 @@ OF_A_TIER: dict[str, Domain] = {
     "lengths": OneOf(("one", "page_edge", "tile_edge", "long_and_short")),
     "granularity": OneOf(("token", "block")),
     "q_block": OneOf(("1",)),
-    "local": OneOf(("none",)),
     "mask": OneOf(("none",)),
     "dropout": OneOf(("none",)),
     "refusal": OneOf(()),
@@ -62,6 +61,8 @@ class TritonTiers(TritonKernels):
             granularity=lists.granularity,
             block_size=lists.block_size,
             sharing=lists.sharing,
+            window=lists.window,
+            num_sink_tokens=lists.num_sink_tokens,
             score_rules=[self.lower(rule) for rule in spec.score_rules],
             sink_logits=sink_tensor(spec, self.device),
             num_kv_splits=problem.hints.num_kv_splits,
@@ -76,6 +77,7 @@ class TritonTiers(TritonKernels):
         table = torch.full_like(handle.tier.plan.page_table, -1)
         given = problem.tensor(spec.cache.page_table)
         table[:, : given.shape[1]] = given
+        owned = None if spec.cache.owned is None else problem.tensor(spec.cache.owned, torch.bool)
         handle.indices = (
             problem.tensor(spec.seqlen_kv),
             table,
@@ -83,7 +85,7 @@ class TritonTiers(TritonKernels):
             problem.tensor(lists.indices),
         )
         names = ("seqlen_kv", "page_table", "indptr", "indices")
-        handle.tier.update(**dict(zip(names, handle.indices, strict=True)))
+        handle.tier.update(**dict(zip(names, handle.indices, strict=True)), owned=owned)
         handle.tier.raise_if_refused()
         return handle
 

@@ -8,38 +8,46 @@ Under dropout dout.v and the P of dV carry the edge's weight, 0 or 1 / (1 - rate
 The sums over i run over all rows and all heads of a group. lse counts as an output of its own: d lse / d s = P and
 d lse / d sink = exp(sink - lse), which is why dlse enters delta, with the sign opposite to dout.out.
 
-dQ goes with the queries over the forward's tasks. dK and dV are either added atomically on that way (`atomic`, no index
-to build, sums in any order) or gathered per slot over the transposed lists (`kv_centric`, bitwise repeatable); a hint
-that never changes the edges. All sums are float32; P and dS are rounded to the storage dtype before a product, as in
-the forward. What score rules hold (slopes, caps, biases) has gradients of its own, when asked for (`backward_scores`).
-A quantized cache has no gradient: rounding to codes has none. A row without keys takes part in nothing, whatever its
-dout holds; a slot that no row selects gets exactly 0. No gradient reaches indices or masks.
+dQ goes with the queries, over task tables of the backward's own. dK and dV are added atomically on that way (`atomic`,
+no index to build, sums in any order), gathered per slot over the transposed lists (`kv_centric`, bitwise repeatable),
+or each where it is better (`hybrid`: pages where few adds meet are added to, hot pages gathered); a hint that never
+changes the edges. All sums are float32; P and dS are rounded to the storage dtype before a product, as in the forward.
+What score rules hold (slopes, caps, biases, data) has gradients of its own, when asked for (`backward_scores`). A
+quantized cache has no gradient: rounding to codes has none. A row without keys takes part in nothing, whatever its dout
+holds; a slot that no row selects gets exactly 0. No gradient reaches indices or masks.
 [GRAD-FORMULA, GRAD-SUM, GRAD-ZERO, GRAD-LSE, GRAD-RULE, EMPTY-GRAD, QUANT-GRAD, DROPOUT-BACKWARD]
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from attnconform.kernels.sparse_attention.backward_edges import load_vectors
-from attnconform.kernels.sparse_attention.backward_keys import launch_key_gradients
-from attnconform.kernels.sparse_attention.backward_query import RowInputs, launch_query_gradients, padded_dim
+from attnconform.kernels.sparse_attention.backward_hints import BackwardHints, Mode
+from attnconform.kernels.sparse_attention.backward_keys import launch_key_gradients, launch_part_sums
+from attnconform.kernels.sparse_attention.backward_plan import BackwardPlan, Buffers, allocate_buffers, plan_backward
+from attnconform.kernels.sparse_attention.backward_query import (
+    RowInputs,
+    launch_chunk_sums,
+    launch_query_gradients,
+    launch_rounding,
+    padded_dim,
+)
 from attnconform.kernels.sparse_attention.backward_scores import compute_score_gradients
-from attnconform.kernels.sparse_attention.backward_transpose import TransposedPlan, transpose_plan
 from attnconform.kernels.sparse_attention.errors import PlanError
-from attnconform.kernels.sparse_attention.forward import run
 from attnconform.kernels.sparse_attention.numerics import LOG2_E, widen
 from attnconform.kernels.sparse_attention.plan import Plan
 
-__all__ = ["Gradients", "backward", "sparse_attention", "transpose_plan"]
+__all__ = ["BackwardHints", "BackwardPlan", "Gradients", "backward", "backward_stages", "plan_backward"]
 
-Mode = Literal["atomic", "kv_centric"]
 TILE_ROWS = 16
 
 
@@ -50,8 +58,16 @@ class Gradients(NamedTuple):
     dk: Tensor  # as k_cache
     dv: Tensor  # as v_cache
     dsink: Tensor | None  # (num_qo_heads,) float32; None where the plan has no sink logits
-    # One per score rule, float32: (num_qo_heads,) slopes, () cap, (num_qo_heads, 2 D + 1) tables. None: not asked for.
+    # One per score rule, float32: (num_qo_heads,) slopes, () cap, (num_qo_heads, 2 D + 1) tables, (len(data),) data.
+    # None: not asked for.
     dscore: tuple[Tensor, ...] | None = None
+
+
+class Stage(NamedTuple):
+    """A part of a backward, in the order they run."""
+
+    name: str
+    launch: Callable[[], object]
 
 
 @torch.no_grad()
@@ -68,8 +84,8 @@ def backward(
     dq: Tensor | None = None,  # as q, in its dtype or float32; overwritten
     dk: Tensor | None = None,  # as k_cache, likewise
     dv: Tensor | None = None,  # as v_cache, likewise
-    mode: Mode = "kv_centric",
-    transposed: TransposedPlan | None = None,  # transpose_plan(plan), made here where it is needed and not given
+    mode: Mode | None = None,  # kv_centric where neither it nor `work` is given
+    work: BackwardPlan | None = None,  # plan_backward(plan), made here where it is not given
     score_gradients: bool = False,  # dscore too
 ) -> Gradients:
     """Gradients of sum(dout * out) + sum(dlse * lse) by q, the caches, the sink logits and the score rules' numbers.
@@ -78,26 +94,33 @@ def backward(
     Raises PlanError where a tensor is not what the plan was made for, or a cache is quantized.
     [GRAD-FORMULA, GRAD-RULE, QUANT-GRAD, SAFE-SHAPE]
     """
-    _refuse_quantized(plan)
+    refuse_quantized(plan)
+    work = _work_for(plan, mode, work)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format) if dq is None else dq
     dk = torch.empty_like(k_cache, memory_format=torch.contiguous_format) if dk is None else dk
     dv = torch.empty_like(v_cache, memory_format=torch.contiguous_format) if dv is None else dv
     _check_tensors(plan, {"q": q, "k_cache": k_cache, "v_cache": v_cache, "out": out, "lse": lse, "dout": dout})
     _check_tensors(plan, {"dq": dq, "dk": dk, "dv": dv} | ({} if dlse is None else {"dlse": dlse}))
-    if mode not in ("atomic", "kv_centric"):
-        raise PlanError("SAFE-SHAPE", "mode", mode, "must be atomic or kv_centric")
-    lse_log2, delta = prepare_rows(out, lse, dout, dlse)
-    inputs = RowInputs(q, k_cache, v_cache, dout, lse_log2, delta)
-    if mode == "atomic":
-        _add_key_gradients(plan, inputs, dq, dk, dv)
-    else:
-        launch_query_gradients(plan, inputs, dq, None)
-        launch_key_gradients(plan, transposed or transpose_plan(plan), inputs, dk.zero_(), dv.zero_())
-    dscore = compute_score_gradients(plan, inputs) if score_gradients else None
-    return Gradients(dq, dk, dv, _compute_dsink(plan, lse, delta), dscore)
+    buffers = allocate_buffers(plan, work)
+    inputs = RowInputs(q, k_cache, v_cache, dout, buffers.lse_log2, buffers.delta)
+    with torch.cuda.device(plan.device) if plan.device.type == "cuda" else nullcontext():
+        prepare_rows(buffers, out, lse, dout, dlse)
+        for stage in backward_stages(plan, work, inputs, (dq, dk, dv), buffers):
+            stage.launch()
+        dscore = compute_score_gradients(plan, work.launches, inputs) if score_gradients else None
+    return Gradients(dq, dk, dv, _compute_dsink(plan, lse, buffers.delta), dscore)
 
 
-def _refuse_quantized(plan: Plan) -> None:
+def _work_for(plan: Plan, mode: Mode | None, work: BackwardPlan | None) -> BackwardPlan:
+    """The work given, or one made for the mode; refuses two modes that differ."""
+    if work is None:
+        return plan_backward(plan, BackwardHints(mode=mode or "kv_centric"))
+    if mode not in (None, work.hints.mode):
+        raise PlanError("SAFE-SHAPE", "mode", mode, f"the work was planned for {work.hints.mode}")
+    return work
+
+
+def refuse_quantized(plan: Plan) -> None:
     """Refuses plans whose caches hold codes, which no gradient reaches. [QUANT-GRAD]"""
     for name, quant in (("k_quant", plan.k_quant), ("v_quant", plan.v_quant)):
         if quant is not None:
@@ -105,16 +128,34 @@ def _refuse_quantized(plan: Plan) -> None:
             raise PlanError("QUANT-GRAD", name, f"{quant.format} per {quant.granularity}", limit)
 
 
-def _add_key_gradients(plan: Plan, inputs: RowInputs, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-    """One pass for all three; sums live in float32 and are rounded once."""
-    accumulators = [
-        gradient.zero_() if gradient.dtype == torch.float32 else torch.zeros_like(gradient, dtype=torch.float32)
-        for gradient in (dk, dv)
-    ]
-    launch_query_gradients(plan, inputs, dq, (accumulators[0], accumulators[1]))
-    for gradient, accumulator in zip((dk, dv), accumulators, strict=True):
-        if accumulator is not gradient:
-            gradient.copy_(accumulator)
+def backward_stages(
+    plan: Plan,
+    work: BackwardPlan,
+    inputs: RowInputs,  # with lse and delta as prepare_rows leaves them
+    gradients: tuple[Tensor, Tensor, Tensor],  # dq, dk, dv
+    buffers: Buffers,
+) -> Iterator[Stage]:
+    """Everything between the rows' deltas and the gradients; no allocation, and apart so that each can be timed."""
+    dq, dk, dv = gradients
+    sums, parts = buffers.sums, buffers.parts
+
+    def clear() -> None:
+        for tensor in (dk, dv, *(sums or ())):
+            tensor.zero_()
+
+    yield Stage("clear", clear)
+    name = "dq and cold dk, dv" if sums else "dq"
+    for launch, dq_parts in zip(work.launches, buffers.dq_parts, strict=True):
+        yield Stage(name, partial(launch_query_gradients, plan, launch, inputs, dq, dq_parts, work.cold, sums))
+        if launch.sums.shape[0]:
+            yield Stage("reduce dq", partial(launch_chunk_sums, launch, dq_parts, dq))
+    keys, cold = work.keys, work.cold
+    if keys is not None and keys.items.item_tile.numel():
+        yield Stage("dk, dv", partial(launch_key_gradients, plan, keys, inputs, dk, dv, parts))
+        if keys.items.num_partials:
+            yield Stage("reduce dk, dv", partial(launch_part_sums, plan, keys, dk, dv, parts))
+    if cold is not None and cold.num_rows:
+        yield Stage("round dk, dv", partial(launch_rounding, plan, cold, sums, dk, dv))
 
 
 def _compute_dsink(plan: Plan, lse: Tensor, delta: Tensor) -> Tensor | None:
@@ -124,12 +165,11 @@ def _compute_dsink(plan: Plan, lse: Tensor, delta: Tensor) -> Tensor | None:
     return -(torch.exp(plan.sink_logits - lse) * delta).sum(0)
 
 
-def prepare_rows(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
-    """lse in base 2, +inf where a row has no key, and delta = dout.out - dlse; both contiguous."""
-    lse_log2, delta = torch.empty((2, *lse.shape), dtype=torch.float32, device=out.device)
-    if delta.numel():
-        row_kernel[(triton.cdiv(delta.numel(), TILE_ROWS),)](
-            out, lse, dout, dlse, lse_log2, delta,
+def prepare_rows(buffers: Buffers, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> None:
+    """Writes lse in base 2, +inf where a row has no key, and delta = dout.out - dlse."""
+    if lse.numel():
+        row_kernel[(triton.cdiv(lse.numel(), TILE_ROWS),)](
+            out, lse, dout, dlse, buffers.lse_log2, buffers.delta,
             out.stride(), lse.stride(), dout.stride(), None if dlse is None else dlse.stride(),
             out.shape[0], out.shape[1],
             TILE_ROWS=TILE_ROWS,
@@ -137,7 +177,6 @@ def prepare_rows(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) ->
             PADDED_DIM=padded_dim(out.shape[2]),
             num_warps=4,
         )  # fmt: skip
-    return lse_log2, delta
 
 
 @triton.jit
@@ -184,66 +223,3 @@ def _check_tensors(plan: Plan, tensors: dict[str, Tensor]) -> None:
             raise PlanError("SAFE-SHAPE", f"{name}.dtype", tensor.dtype, f"the plan is for {expected}")
         if tensor.device != plan.device:
             raise PlanError("SAFE-SHAPE", f"{name}.device", tensor.device, f"the plan is for {plan.device}")
-
-
-def sparse_attention(
-    plan: Plan,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    sink_logits: Tensor | None = None,  # the tensor the plan was given, where it wants a gradient
-    mode: Mode = "kv_centric",
-    transposed: TransposedPlan | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`run` with gradients: out and lse, both differentiable by q, the caches and the sink logits. [GRAD-FORMULA]
-
-    The backward uses this plan's lists, whatever selector or table made them has become since. [GRAD-SET]
-    Raises PlanError where a cache is quantized. [QUANT-GRAD]
-    """
-    _refuse_quantized(plan)
-    if sink_logits is not None:
-        _check_sink_logits(plan, sink_logits)
-    out, lse = _SparseAttention.apply(plan, q, k_cache, v_cache, sink_logits, mode, transposed)
-    return out, lse
-
-
-def _check_sink_logits(plan: Plan, sink_logits: Tensor) -> None:
-    """Refuses sink logits other than the plan's, whose gradient would be of another function."""
-    if plan.sink_logits is None:
-        raise PlanError("LSE-SINK", "sink_logits", tuple(sink_logits.shape), "the plan has none")
-    is_same = sink_logits.shape == plan.sink_logits.shape and (
-        sink_logits.data_ptr() == plan.sink_logits.data_ptr()
-        or torch.equal(sink_logits.detach().to(plan.sink_logits), plan.sink_logits)
-    )
-    if not is_same:
-        raise PlanError("LSE-SINK", "sink_logits", sink_logits.tolist(), f"the plan has {plan.sink_logits.tolist()}")
-
-
-class _SparseAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        plan: Plan,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        sink_logits: Tensor | None,
-        mode: Mode,
-        transposed: TransposedPlan | None,
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = run(plan, q, k_cache, v_cache)
-        ctx.save_for_backward(q, k_cache, v_cache, out, lse)
-        ctx.plan, ctx.mode, ctx.transposed = plan, mode, transposed
-        ctx.sink_dtype = None if sink_logits is None else sink_logits.dtype
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        dq, dk, dv, dsink, _ = backward(
-            ctx.plan, *ctx.saved_tensors, dout, dlse=dlse, mode=ctx.mode, transposed=ctx.transposed
-        )
-        if ctx.sink_dtype is None or dsink is None:
-            return None, dq, dk, dv, None, None, None
-        return None, dq, dk, dv, dsink.to(ctx.sink_dtype), None, None

@@ -1,14 +1,35 @@
 """What one tile of edges contributes to the gradients: the steps that both directions of the backward share.
 
 A tile of edges is [TILE_M, TILE_KV], rows by keys. Scores are formed again as the forward forms them; probabilities
-come from the saved lse, which already holds the sink. [GRAD-FORMULA, SCORE-ORDER, LSE-SINK]
+come from the saved lse, which already holds the sink. The derivative of a CustomScore comes with it.
+[GRAD-FORMULA, SCORE-ORDER, LSE-SINK]
 """
+
+from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from attnconform.kernels.sparse_attention.errors import PlanError
 from attnconform.kernels.sparse_attention.numerics import LOG2_E, dot, narrow
-from attnconform.kernels.sparse_attention.rules import ALIBI, RELATIVE_BIAS, load_biases, tanh
+from attnconform.kernels.sparse_attention.plan import Plan
+from attnconform.kernels.sparse_attention.rules import (
+    ALIBI,
+    RELATIVE_BIAS,
+    SOFT_CAP,
+    CustomScore,
+    load_biases,
+    tanh,
+)
+
+
+def score_slopes(plan: Plan) -> tuple[triton.JITFunction | None, ...]:
+    """The derivative of every CustomScore, compiled in; None for the rules of this package. [GRAD-RULE]"""
+    slopes = tuple(rule.slope_fn if isinstance(rule, CustomScore) else None for rule in plan.score_rules)
+    for rule, slope in zip(plan.score_rules, slopes, strict=True):
+        if isinstance(rule, CustomScore) and slope is None:
+            raise PlanError("GRAD-RULE", "slope_fn", None, "the backward of a CustomScore needs its derivative")
+    return slopes
 
 
 @triton.jit
@@ -17,10 +38,11 @@ def differentiate_edges(
     lse_log2, delta,  # [TILE_M], as load_row_state gives them
     admitted,  # [TILE_M, TILE_KV], not looked at where IS_FULL
     heads, is_row,  # [TILE_M] query heads
-    distance,  # [TILE_M, TILE_KV] kv_idx - q_idx, only where there are score rules
+    q_idx, kv_idx,  # [TILE_M, 1] and [TILE_M or 1, TILE_KV], only looked at where there are score rules
     kept,  # [TILE_M, TILE_KV], not looked at without dropout
     score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_scale, sm_scale, num_qo_heads,
     SCORE_CODES: tl.constexpr,
+    SCORE_SLOPES: tl.constexpr,
     IS_FULL: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
@@ -30,11 +52,14 @@ def differentiate_edges(
     it. A dropped edge weighs no value, but still shares in the denominator. [GRAD-FORMULA, DROPOUT-BACKWARD]
     """
     weights, score_grads, slope, _ = form_edges(
-        q, k, v, dout, lse_log2, delta, admitted, heads, is_row, distance, kept,
+        q, k, v, dout, lse_log2, delta, admitted, heads, is_row, q_idx, kv_idx, kept,
         score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_scale, sm_scale, num_qo_heads,
-        SCORE_CODES, IS_FULL, HAS_DROPOUT,
+        SCORE_CODES, SCORE_SLOPES, IS_FULL, HAS_DROPOUT,
     )  # fmt: skip
     score_grads = score_grads * slope
+    if len(SCORE_CODES) > 0:
+        # A user's slope may be no number in lanes without a row.
+        score_grads = tl.where(is_row[:, None], score_grads, 0.0)
     if not IS_FULL:
         # What a masked key holds may be no number.
         score_grads = tl.where(admitted, score_grads, 0.0)
@@ -43,9 +68,10 @@ def differentiate_edges(
 
 @triton.jit
 def form_edges(
-    q, k, v, dout, lse_log2, delta, admitted, heads, is_row, distance, kept,  # as in differentiate_edges
+    q, k, v, dout, lse_log2, delta, admitted, heads, is_row, q_idx, kv_idx, kept,  # as in differentiate_edges
     score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_scale, sm_scale, num_qo_heads,
     SCORE_CODES: tl.constexpr,
+    SCORE_SLOPES: tl.constexpr,
     IS_FULL: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
@@ -59,8 +85,8 @@ def form_edges(
     slope = 1.0
     if len(SCORE_CODES) > 0:
         scores, slope = apply_score_rules_with_slope(
-            products * sm_scale, heads, is_row, distance,
-            score_params_ptr, score_tables_ptr, score_reaches_ptr, num_qo_heads, SCORE_CODES,
+            products * sm_scale, heads, is_row, q_idx, kv_idx,
+            score_params_ptr, score_tables_ptr, score_reaches_ptr, num_qo_heads, SCORE_CODES, SCORE_SLOPES,
         )  # fmt: skip
         scores *= LOG2_E
     else:
@@ -80,16 +106,17 @@ def form_edges(
 def apply_score_rules_with_slope(
     scores,  # [TILE_M, TILE_KV] float32, sm_scale * q.k
     heads, is_row,  # [TILE_M] query heads
-    distance,  # [TILE_M, TILE_KV] kv_idx - q_idx
+    q_idx, kv_idx,  # [TILE_M, 1] and [TILE_M or 1, TILE_KV]
     score_params_ptr, score_tables_ptr, score_reaches_ptr, num_qo_heads,
     CODES: tl.constexpr,
+    SLOPES: tl.constexpr,
 ):  # fmt: skip
     """Scores after every rule, and their derivative by the score before the first rule. [SCORE-ORDER, GRAD-SOFTCAP]"""
     slope = 1.0
     for rule in tl.static_range(len(CODES)):
         scores, rule_slope = apply_rule_with_slope(
-            scores, rule, heads, is_row, distance,
-            score_params_ptr, score_tables_ptr, score_reaches_ptr, num_qo_heads, CODES,
+            scores, rule, heads, is_row, q_idx, kv_idx,
+            score_params_ptr, score_tables_ptr, score_reaches_ptr, num_qo_heads, CODES, SLOPES,
         )  # fmt: skip
         slope = slope * rule_slope
     return scores, slope
@@ -97,20 +124,25 @@ def apply_score_rules_with_slope(
 
 @triton.jit
 def apply_rule_with_slope(
-    scores, RULE: tl.constexpr, heads, is_row, distance,
+    scores, RULE: tl.constexpr, heads, is_row, q_idx, kv_idx,
     score_params_ptr, score_tables_ptr, score_reaches_ptr, num_qo_heads,
     CODES: tl.constexpr,
+    SLOPES: tl.constexpr,
 ):  # fmt: skip
     """Scores after one rule, and their derivative by the scores before it."""
+    param = tl.load(score_params_ptr + RULE * num_qo_heads + heads, mask=is_row, other=1.0)[:, None]
     if CODES[RULE] == RELATIVE_BIAS:
+        distance = kv_idx - q_idx
         return scores + load_biases(distance, heads, is_row, score_tables_ptr, score_reaches_ptr + 2 * RULE), 1.0
+    elif CODES[RULE] == ALIBI:
+        return scores + param * (kv_idx - q_idx).to(tl.float32), 1.0
+    elif CODES[RULE] == SOFT_CAP:
+        ratio = scores / param
+        return param * tanh(ratio), square_sech(ratio)
     else:
-        param = tl.load(score_params_ptr + RULE * num_qo_heads + heads, mask=is_row, other=1.0)[:, None]
-        if CODES[RULE] == ALIBI:
-            return scores + param * distance.to(tl.float32), 1.0
-        else:
-            ratio = scores / param
-            return param * tanh(ratio), square_sech(ratio)
+        data_ptr = score_tables_ptr + tl.load(score_reaches_ptr + 2 * RULE)
+        slope = SLOPES[RULE](scores, q_idx, kv_idx, heads[:, None], data_ptr)
+        return CODES[RULE](scores, q_idx, kv_idx, heads[:, None], data_ptr), slope
 
 
 @triton.jit

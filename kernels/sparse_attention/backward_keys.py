@@ -2,14 +2,14 @@
 
 A program holds one tile of K and V and walks the pairs of its item (`backward_transpose`): it gathers the readers' q
 and dout rows, forms the edges again from the saved lse, and sums P^T dO and dS^T Q in registers. Where a reader has few
-rows several pairs fill one step. A tile is written once, by the program that owns it or by the one that adds the sums
-of its items in order: no atomics, bitwise repeatable. Slots that no list has are not read.
+rows several pairs fill one step. A slot is written once, by the program that owns its tile or by the one that adds the
+parts of its items, PARTS_AT_ONCE at a time, by a tree of fixed order: no atomics, bitwise repeatable. Slots that no
+list has are neither read nor written.
 Dtypes, head_dim and page_size are those of the forward.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,7 +18,9 @@ from attnconform.kernels.sparse_attention.backward_edges import (
     differentiate_edges,
     load_row_state,
     load_vectors,
+    score_slopes,
 )
+from attnconform.kernels.sparse_attention.backward_hints import PARTS_AT_ONCE
 from attnconform.kernels.sparse_attention.backward_query import RowInputs, cache_strides, padded_dim
 from attnconform.kernels.sparse_attention.backward_transpose import PAIR_FIELDS, TransposedPlan
 from attnconform.kernels.sparse_attention.dropout import is_kept
@@ -37,34 +39,15 @@ def launch_key_gradients(
     plan: Plan,
     transposed: TransposedPlan,
     inputs: RowInputs,
-    dk: Tensor,  # in the shape of k_cache, already 0, any floating dtype
+    dk: Tensor,  # in the shape of k_cache, any floating dtype
     dv: Tensor,  # in the shape of v_cache, likewise
+    parts: tuple[Tensor, Tensor],  # float32, (*transposed.partial_rows, head_dim)
 ) -> None:
-    """Writes dk and dv of every slot that a list has."""
-    num_items, num_heads = transposed.items.item_tile.numel(), transposed.num_head_programs
-    if num_items == 0:
-        return
-    rows = (transposed.items.num_partials, num_heads, transposed.shape.tile_kv)
-    partial_dk = dk.new_empty((*rows, plan.head_dim_qk), dtype=torch.float32)
-    partial_dv = dv.new_empty((*rows, plan.head_dim_vo), dtype=torch.float32)
-    _launch_items(plan, transposed, inputs, dk, dv, partial_dk, partial_dv)
-    if transposed.items.num_partials:
-        _launch_sum(plan, transposed, dk, dv, partial_dk, partial_dv)
-
-
-def _launch_items(
-    plan: Plan,
-    transposed: TransposedPlan,
-    inputs: RowInputs,
-    dk: Tensor,
-    dv: Tensor,
-    partial_dk: Tensor,
-    partial_dv: Tensor,
-) -> None:
+    """Writes dk and dv of every slot that a list has; of tiles that were cut, their parts."""
     q, k_cache, v_cache, dout, lse_log2, delta = inputs
-    shape, tiles, items = transposed.shape, transposed.tiles, transposed.items
+    shape, pair_shape, tiles, items = transposed.shape, transposed.pair_shape, transposed.tiles, transposed.items
     key_gradient_kernel[(items.item_tile.numel(), transposed.num_head_programs)](
-        q, k_cache, v_cache, dout, lse_log2, delta, dk, dv, partial_dk, partial_dv,
+        q, k_cache, v_cache, dout, lse_log2, delta, dk, dv, *parts,
         q.stride(), cache_strides(plan, k_cache), cache_strides(plan, v_cache), dout.stride(),
         cache_strides(plan, dk), cache_strides(plan, dv),
         items.item_tile, items.item_begin, items.item_full_begin, items.item_end, items.item_partial,
@@ -72,40 +55,41 @@ def _launch_items(
         plan.row_requests, plan.row_positions, plan.mask_starts, plan.mask_ends, plan.mask_data,
         plan.score_params, plan.score_tables, plan.score_reaches, plan.dropout_words, plan.dropout_scale,
         plan.sm_scale, plan.window or 0, plan.total_q, plan.num_qo_heads, plan.group_size,
-        plan.num_pages * plan.page_size,
         TILE_M=shape.tile_m,
         TILE_KV=shape.tile_kv,
-        HEADS=shape.heads,
-        ROWS_PER_PAIR=shape.rows_per_pair,
-        IS_PACKED=shape.is_packed,
+        HEADS=pair_shape.heads,
+        ROWS_PER_PAIR=pair_shape.rows_per_pair,
+        IS_PACKED=pair_shape.is_packed,
         HEAD_DIM_QK=plan.head_dim_qk,
         HEAD_DIM_VO=plan.head_dim_vo,
         PADDED_QK=padded_dim(plan.head_dim_qk),
         PADDED_VO=padded_dim(plan.head_dim_vo),
         PAGE_SIZE=plan.page_size,
         SCORE_CODES=plan.score_codes,
+        SCORE_SLOPES=score_slopes(plan),
         MASK_FN=plan.mask_fn,
         HAS_WINDOW=bool(plan.window) and plan.list_indptr is not None,
         HAS_HEAD_MASK=plan.has_head_mask,
         HAS_DROPOUT=plan.dropout_words is not None,
-        num_warps=8 if plan.dtype.itemsize > 2 else 4,
-        num_stages=1 if shape.is_packed else 2,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
     )  # fmt: skip
 
 
-def _launch_sum(
-    plan: Plan, transposed: TransposedPlan, dk: Tensor, dv: Tensor, partial_dk: Tensor, partial_dv: Tensor
+def launch_part_sums(
+    plan: Plan, transposed: TransposedPlan, dk: Tensor, dv: Tensor, parts: tuple[Tensor, Tensor]
 ) -> None:
+    """Writes dk and dv of every slot whose tile was cut."""
     tiles, items = transposed.tiles, transposed.items
-    for gradient, partial, head_dim in ((dk, partial_dk, plan.head_dim_qk), (dv, partial_dv, plan.head_dim_vo)):
-        sum_items_kernel[(items.summed_tile.numel(), transposed.num_head_programs, transposed.shape.tile_kv)](
-            gradient, partial, cache_strides(plan, gradient),
-            items.summed_tile, items.partial_indptr, tiles.tile_slot, tiles.tile_kv_head,
-            plan.num_pages * plan.page_size,
+    for gradient, part in zip((dk, dv), parts, strict=True):
+        sum_parts_kernel[(items.summed_tile.numel(), transposed.num_head_programs, transposed.shape.tile_kv)](
+            gradient, part, cache_strides(plan, gradient),
+            items.summed_tile, items.partial_indptr, tiles.tile_slot, tiles.tile_kv_head, tiles.is_touched,
             TILE_KV=transposed.shape.tile_kv,
-            HEAD_DIM=head_dim,
-            PADDED_DIM=padded_dim(head_dim),
+            HEAD_DIM=part.shape[3],
+            PADDED_DIM=padded_dim(part.shape[3]),
             PAGE_SIZE=plan.page_size,
+            PARTS=PARTS_AT_ONCE,
             num_warps=1,
         )  # fmt: skip
 
@@ -118,7 +102,7 @@ def key_gradient_kernel(
     tile_slot_ptr, tile_kv_head_ptr, pairs_ptr, codes_ptr, is_touched_ptr,
     row_requests_ptr, row_positions_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr,
     score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_words_ptr, dropout_scale,
-    sm_scale, window, total_q, num_qo_heads, group_size, num_slots,
+    sm_scale, window, total_q, num_qo_heads, group_size,
     TILE_M: tl.constexpr,
     TILE_KV: tl.constexpr,
     HEADS: tl.constexpr,
@@ -130,6 +114,7 @@ def key_gradient_kernel(
     PADDED_VO: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     SCORE_CODES: tl.constexpr,
+    SCORE_SLOPES: tl.constexpr,
     MASK_FN: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_HEAD_MASK: tl.constexpr,
@@ -165,7 +150,7 @@ def key_gradient_kernel(
             score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_words_ptr, dropout_scale,
             sm_scale, window, total_q, num_qo_heads,
             False, TILE_M, TILE_KV, HEADS, ROWS_PER_PAIR, IS_PACKED, HEAD_DIM_QK, HEAD_DIM_VO, PADDED_QK, PADDED_VO,
-            SCORE_CODES, MASK_FN, HAS_WINDOW, HAS_HEAD_MASK, HAS_DROPOUT,
+            SCORE_CODES, SCORE_SLOPES, MASK_FN, HAS_WINDOW, HAS_HEAD_MASK, HAS_DROPOUT,
         )  # fmt: skip
     for step in range(0, count_steps(end - full_begin, TILE_M, ROWS_PER_PAIR, IS_PACKED)):
         dk, dv = add_reader_rows(
@@ -175,20 +160,23 @@ def key_gradient_kernel(
             score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_words_ptr, dropout_scale,
             sm_scale, window, total_q, num_qo_heads,
             True, TILE_M, TILE_KV, HEADS, ROWS_PER_PAIR, IS_PACKED, HEAD_DIM_QK, HEAD_DIM_VO, PADDED_QK, PADDED_VO,
-            SCORE_CODES, MASK_FN, HAS_WINDOW, HAS_HEAD_MASK, HAS_DROPOUT,
+            SCORE_CODES, SCORE_SLOPES, MASK_FN, HAS_WINDOW, HAS_HEAD_MASK, HAS_DROPOUT,
         )  # fmt: skip
 
     dk *= sm_scale
-    is_slot = slot < num_slots
+    # Read once more, another way: held through the loops they would cost registers there, and spills.
+    is_written = tl.load(is_touched_ptr + tile * TILE_KV + lane, cache_modifier=".cg") != 0
+    slot = tl.load(tile_slot_ptr + tile, cache_modifier=".cg") + lane
+    page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
     if partial >= 0:
         state = (partial * tl.num_programs(1) + head_program) * TILE_KV + lane
-        store_vectors(partial_dk_ptr, dk, state * HEAD_DIM_QK, is_slot, 1, HEAD_DIM_QK, PADDED_QK)
-        store_vectors(partial_dv_ptr, dv, state * HEAD_DIM_VO, is_slot, 1, HEAD_DIM_VO, PADDED_VO)
+        store_vectors(partial_dk_ptr, dk, state * HEAD_DIM_QK, is_written, 1, HEAD_DIM_QK, PADDED_QK)
+        store_vectors(partial_dv_ptr, dv, state * HEAD_DIM_VO, is_written, 1, HEAD_DIM_VO, PADDED_VO)
     else:
         dk_starts = page * dk_strides[0] + offset * dk_strides[1] + kv_head * dk_strides[2]
         dv_starts = page * dv_strides[0] + offset * dv_strides[1] + kv_head * dv_strides[2]
-        store_vectors(dk_ptr, dk, dk_starts, is_slot, dk_strides[3], HEAD_DIM_QK, PADDED_QK)
-        store_vectors(dv_ptr, dv, dv_starts, is_slot, dv_strides[3], HEAD_DIM_VO, PADDED_VO)
+        store_vectors(dk_ptr, dk, dk_starts, is_written, dk_strides[3], HEAD_DIM_QK, PADDED_QK)
+        store_vectors(dv_ptr, dv, dv_starts, is_written, dv_strides[3], HEAD_DIM_VO, PADDED_VO)
 
 
 @triton.jit
@@ -220,6 +208,7 @@ def add_reader_rows(
     PADDED_QK: tl.constexpr,
     PADDED_VO: tl.constexpr,
     SCORE_CODES: tl.constexpr,
+    SCORE_SLOPES: tl.constexpr,
     MASK_FN: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_HEAD_MASK: tl.constexpr,
@@ -274,9 +263,9 @@ def add_reader_rows(
     q = load_vectors(q_ptr, q_starts, has_key, q_strides[2], HEAD_DIM_QK, PADDED_QK)
     dout = load_vectors(dout_ptr, dout_starts, has_key, dout_strides[2], HEAD_DIM_VO, PADDED_VO)
     weights, score_grads = differentiate_edges(
-        q, k, v, dout, lse_log2, delta, admitted, heads, has_key, kv_idx - q_idx[:, None], kept,
+        q, k, v, dout, lse_log2, delta, admitted, heads, has_key, q_idx[:, None], kv_idx, kept,
         score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_scale, sm_scale, num_qo_heads,
-        SCORE_CODES, IS_FULL, HAS_DROPOUT,
+        SCORE_CODES, SCORE_SLOPES, IS_FULL, HAS_DROPOUT,
     )  # fmt: skip
     dv = dot(tl.trans(weights), dout, dv)
     dk = dot(tl.trans(score_grads), q, dk)
@@ -323,29 +312,43 @@ def store_vectors(
 
 
 @triton.jit
-def sum_items_kernel(
-    gradient_ptr, partial_ptr, strides,
-    summed_tile_ptr, partial_indptr_ptr, tile_slot_ptr, tile_kv_head_ptr, num_slots,
+def sum_parts_kernel(
+    gradient_ptr, part_ptr, strides,
+    summed_tile_ptr, partial_indptr_ptr, tile_slot_ptr, tile_kv_head_ptr, is_touched_ptr,
     TILE_KV: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One slot's gradient, the parts of its tile's items added in order."""
+    """One slot's gradient: the parts of its tile's items, PARTS of them by a tree and those sums in order."""
     head_program = tl.program_id(1)
     lane = tl.program_id(2)
     tile = tl.load(summed_tile_ptr + tl.program_id(0))
-    slot = tl.load(tile_slot_ptr + tile) + lane
-    if slot < num_slots:
+    if tl.load(is_touched_ptr + tile * TILE_KV + lane) != 0:
         dim = tl.arange(0, PADDED_DIM)
-        is_dim = dim < HEAD_DIM
         total = tl.zeros([PADDED_DIM], tl.float32)
         begin = tl.load(partial_indptr_ptr + tl.program_id(0))
         end = tl.load(partial_indptr_ptr + tl.program_id(0) + 1)
-        for partial in range(begin, end):
-            state = (partial * tl.num_programs(1) + head_program) * TILE_KV + lane
-            total += tl.load(partial_ptr + state * HEAD_DIM + dim, mask=is_dim, other=0.0)
+        for step in range(0, tl.cdiv(end - begin, PARTS)):
+            # [PARTS, PADDED_DIM]
+            part = begin + step * PARTS + tl.arange(0, PARTS)
+            state = (part * tl.num_programs(1) + head_program) * TILE_KV + lane
+            is_read = (part < end)[:, None] & (dim < HEAD_DIM)[None, :]
+            parts = tl.load(part_ptr + state[:, None] * HEAD_DIM + dim[None, :], mask=is_read, other=0.0)
+            total += add_as_tree(parts, PARTS, PADDED_DIM)
+        slot = tl.load(tile_slot_ptr + tile) + lane
         kv_head = tl.load(tile_kv_head_ptr + tile) + head_program
         start = slot // PAGE_SIZE * strides[0] + slot % PAGE_SIZE * strides[1] + kv_head * strides[2]
         ptrs = gradient_ptr + start + dim.to(tl.int64) * strides[3]
-        tl.store(ptrs, narrow(total, gradient_ptr.dtype.element_ty), mask=is_dim)
+        tl.store(ptrs, narrow(total, gradient_ptr.dtype.element_ty), mask=dim < HEAD_DIM)
+
+
+@triton.jit
+def add_as_tree(parts, PARTS: tl.constexpr, PADDED_DIM: tl.constexpr):
+    """Sum over PARTS rows, 8: halves are added until one row is left, in the same order everywhere."""
+    for level in tl.static_range(3):
+        halves = tl.reshape(parts, [2, PARTS // (2 << level), PADDED_DIM])
+        low, high = tl.split(tl.permute(halves, [1, 2, 0]))
+        parts = low + high
+    return tl.reshape(parts, [PADDED_DIM])

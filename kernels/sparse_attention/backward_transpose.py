@@ -7,8 +7,9 @@ where all rows of the list have it, `-2 - position` where only windows brought i
 the slot. A list that reaches one slot by two positions touches the tile twice: both count. [SET-ALIAS]
 
 Pairs that the lowered mask forbids altogether are left out. Tiles that many rows touch are cut into items of bounded
-work whose sums are added in item order, so the result depends on neither schedule nor device. Everything here is torch
-over all entries at once; nothing is cached, since the caller knows best how long a plan lives.
+work, whose parts one tree of fixed order adds: where they are cut and how they are added depends on neither schedule
+nor device. In hybrid mode only entries of hot pages are listed. Everything here is torch over all entries at once;
+nothing is cached, since the caller knows best how long a plan lives.
 """
 
 from __future__ import annotations
@@ -18,6 +19,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attnconform.kernels.sparse_attention.backward_hints import (
+    MIN_ROWS_PER_ITEM,
+    NUM_ITEMS_WANTED,
+    BackwardHints,
+    KeyShape,
+    choose_key_shape,
+)
 from attnconform.kernels.sparse_attention.candidates import cut_ranges, cut_row_blocks, enumerate_runs, to_slots
 from attnconform.kernels.sparse_attention.plan import Plan
 from attnconform.kernels.sparse_attention.tasks import reduce_groups
@@ -25,10 +33,6 @@ from attnconform.kernels.sparse_attention.tasks import reduce_groups
 ABSENT = -1
 # Columns of the kernel's table of pairs, in order.
 PAIR_FIELDS = ("q_start", "q_count", "head_start", "cell")
-MIN_TILE_KV = 16  # the least a tensor core takes
-MAX_TILE_KV = 64
-MIN_ROWS_PER_ITEM = 4096
-NUM_ITEMS_WANTED = 1024  # a constant, not the device's processors: the order of sums must not depend on the device
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,11 +91,9 @@ class Items:
 
 
 @dataclass(frozen=True)
-class KeyShape:
-    """What is compiled in."""
+class PairShape:
+    """What a pair is, compiled in."""
 
-    tile_kv: int
-    tile_m: int
     heads: int  # of a reader
     rows_per_pair: int  # rows times heads
     is_packed: bool  # several pairs per step; else several steps per pair
@@ -102,38 +104,57 @@ class TransposedPlan:
     """All that the KV-centric kernel needs beside the plan; valid as long as the plan is."""
 
     shape: KeyShape
+    pair_shape: PairShape
     tiles: SlotTiles
     pairs: Tensor  # (num_pairs, len(PAIR_FIELDS)) int32: all a kernel asks of a pair, in one place
     items: Items
     num_head_programs: int  # KV heads that read alike
 
+    @property
+    def partial_rows(self) -> tuple[int, int, int]:
+        """Parts, heads and slots of the sums that wait to be added."""
+        return self.items.num_partials, self.num_head_programs, self.shape.tile_kv
+
 
 def transpose_plan(
     plan: Plan,
+    hints: BackwardHints | None = None,
     *,
-    tile_kv: int | None = None,
-    tile_m: int | None = None,
-    rows_per_item: int | None = None,
+    entries: ListEntries | None = None,  # list_entries(plan), or those of hot pages
 ) -> TransposedPlan:
-    """The KV-centric work of a plan; the keywords are hints that never change which edges count. [GRAD-SET]
+    """The KV-centric work of a plan; hints never change which edges count. [GRAD-SET]
 
     May be built once and used by every layer and step that uses the plan. Reads sizes back from the device.
-    Raises ValueError where a tile is not a power of two from 16 up.
     """
-    entries = list_entries(plan)
-    shape = _choose_shape(plan, entries, tile_kv, tile_m)
+    hints = hints or BackwardHints()
+    entries = entries or list_entries(plan)
+    shape, pair_shape = _choose_shapes(plan, entries, hints)
     tiles = tile_slots(entries, shape.tile_kv)
-    readers = cut_readers(plan, entries, max(1, shape.rows_per_pair // shape.heads))
+    readers = cut_readers(plan, entries, max(1, pair_shape.rows_per_pair // pair_shape.heads))
     tiles = expand_readers(tiles, readers, entries.list_q_start.numel())
     tiles, num_full = classify_pairs(tiles, readers)
     num_head_programs = 1 if plan.sharing in ("query_head", "kv_head") else plan.num_kv_heads
-    if rows_per_item is None:
-        total_rows = tiles.pair_list.numel() * shape.rows_per_pair * num_head_programs
-        rows_per_item = max(MIN_ROWS_PER_ITEM, -(-total_rows // NUM_ITEMS_WANTED))
-    items = cut_items(tiles.tile_indptr, num_full, max(1, rows_per_item // shape.rows_per_pair))
+    slot_bytes = 4 * num_head_programs * shape.tile_kv * (plan.head_dim_qk + plan.head_dim_vo)
+    max_pairs = _pairs_per_item(tiles, pair_shape.rows_per_pair, num_head_programs, slot_bytes, hints)
+    items = cut_items(tiles.tile_indptr, num_full, max_pairs)
     columns = (readers.q_start, readers.q_count, readers.head_start)
     pairs = torch.stack([*(column[tiles.pair_list] for column in columns), tiles.pair_cells], dim=1).int()
-    return TransposedPlan(shape, tiles, pairs, items, num_head_programs)
+    return TransposedPlan(shape, pair_shape, tiles, pairs, items, num_head_programs)
+
+
+def _pairs_per_item(
+    tiles: SlotTiles, rows_per_pair: int, num_head_programs: int, partial_bytes: int, hints: BackwardHints
+) -> int:
+    """As many pairs as asked for, or as make enough items; more where the parts would take more than part_bytes."""
+    total_rows = tiles.pair_list.numel() * rows_per_pair * num_head_programs
+    rows_per_item = hints.rows_per_item or max(MIN_ROWS_PER_ITEM, -(-total_rows // NUM_ITEMS_WANTED))
+    max_pairs = max(1, rows_per_item // rows_per_pair)
+    num_pairs = tiles.tile_indptr.diff()
+    while True:
+        num_items = (num_pairs + max_pairs - 1) // max_pairs
+        if int(num_items[num_items > 1].sum()) * partial_bytes <= hints.part_bytes:
+            return max_pairs
+        max_pairs *= 2
 
 
 def list_entries(plan: Plan) -> ListEntries:
@@ -162,23 +183,30 @@ def list_entries(plan: Plan) -> ListEntries:
     return ListEntries(entry_list, plan.list_slots, code, kv_head, head_start, q_start, q_count, num_slots)
 
 
-def _choose_shape(plan: Plan, entries: ListEntries, tile_kv: int | None, tile_m: int | None) -> KeyShape:
-    """Tiles for the plan: as wide as neighbouring slots are selected together, and as registers allow."""
-    # float32 products run without tensor cores, from registers.
-    is_small = max(plan.head_dim_qk, plan.head_dim_vo) <= 128 and plan.dtype.itemsize <= 2
-    if tile_kv is None:
-        run = MAX_TILE_KV if plan.list_indptr is None else min(MAX_TILE_KV, _mean_run(entries))
-        tile_kv = max(MIN_TILE_KV, run if is_small else run // 2)
-    tile_m = tile_m or (16 if plan.device.type == "cpu" else 64 if is_small else 32)
-    for name, size in (("tile_kv", tile_kv), ("tile_m", tile_m)):
-        if size < 16 or size & (size - 1):
-            raise ValueError(f"{name} is {size}, but must be a power of two from 16 up [SAFE-SHAPE]")
+def entries_of_pages(plan: Plan, entries: ListEntries, is_hot: Tensor) -> ListEntries:
+    """The entries on pages (num_kv_heads, num_pages) that are hot for their KV head."""
+    kept = is_hot[entries.list_kv_head[entries.entry_list], entries.entry_slot // plan.page_size]
+    return replace(
+        entries,
+        entry_list=entries.entry_list[kept],
+        entry_slot=entries.entry_slot[kept],
+        entry_code=entries.entry_code[kept],
+    )
+
+
+def _choose_shapes(plan: Plan, entries: ListEntries, hints: BackwardHints) -> tuple[KeyShape, PairShape]:
+    """Tiles and pairs for the plan."""
     heads = 1 if plan.sharing == "query_head" else plan.group_size
     longest = int(entries.list_q_count.max()) if entries.list_q_count.numel() else 1
-    rows_per_pair = heads * min(max(1, longest), max(1, tile_m // heads))
+    # Without lists every request is one long run.
+    run = entries.num_slots if plan.list_indptr is None else _mean_run(entries)
+    shape = hints.key_shape or choose_key_shape(plan, max(1, 1 << (run - 1).bit_length()))
+    rows_per_pair = heads * min(max(1, longest), max(1, shape.tile_m // heads))
     # A jit mask function is promised one request and one row of positions per call.
-    is_packed = 2 * rows_per_pair <= tile_m and plan.mask_fn is None
-    return KeyShape(tile_kv, tile_m, heads, rows_per_pair, is_packed)
+    is_packed = 2 * rows_per_pair <= shape.tile_m and plan.mask_fn is None
+    if is_packed and hints.key_shape is None:
+        shape = shape._replace(num_stages=1)
+    return shape, PairShape(heads, rows_per_pair, is_packed)
 
 
 def _mean_run(entries: ListEntries) -> int:

@@ -8,7 +8,7 @@ brought in is marked as no member, and a kernel admits it to the rows whose wind
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -49,7 +49,7 @@ class RowBlocks:
 
 @dataclass(frozen=True, eq=False)
 class CanonicalLists:
-    """Entries of list l: indptr[l] up to indptr[l + 1], positions ascending and unique."""
+    """Entries of list l: indptr[l] up to indptr[l + 1], positions ascending and unique; `keys` always ascend."""
 
     indptr: Tensor  # (num_lists + 1,) int32
     positions: Tensor  # (num_entries,) int32
@@ -118,6 +118,20 @@ def build_lists(
     return CanonicalLists(torch.searchsorted(keys, bounds).int(), positions.int(), slots, members, keys)
 
 
+def order_by_slot(lists: CanonicalLists, starts: Tensor, ends: Tensor, lists_per_row: int) -> CanonicalLists:
+    """The same lists by slot, for rows with lists of their own: neighbouring reads, and no other answer. [SET-ORDER]
+
+    What lies before a row's interval, in it and after it keeps its place, since work is cut along those.
+    """
+    list_idx = lists.keys >> POSITION_BITS
+    row = list_idx // lists_per_row
+    segment = (lists.positions >= starts[row]).long() + (lists.positions >= ends[row])
+    by_slot = torch.argsort(lists.slots, stable=True)
+    order = by_slot[torch.argsort((list_idx * 3 + segment)[by_slot], stable=True)]
+    columns = {name: getattr(lists, name)[order] for name in ("positions", "slots", "members")}
+    return replace(lists, **columns)
+
+
 def to_slots(request: Tensor, positions: Tensor, page_table: Tensor, page_size: int) -> Tensor:
     """Physical place of every position, in 64-bit arithmetic. [COORD-SLOT, COORD-WIDE]"""
     return page_table[request, positions // page_size].long() * page_size + positions % page_size
@@ -154,13 +168,17 @@ def first_index(is_bad: Tensor) -> tuple[int, ...]:
     return tuple(int(i) for i in torch.nonzero(is_bad)[0])
 
 
+def listed_keys(candidates: CandidateLists, num_lists: int, device: torch.device) -> Tensor:
+    """(list << 32) | id of every listed token or block, ascending, each once. [SET-DUPLICATE, SET-HOLE]"""
+    indptr, indices = candidates.indptr.to(device), candidates.indices.to(device).long()
+    owner = torch.repeat_interleave(torch.arange(num_lists, device=device), indptr.diff())
+    is_listed = indices != HOLE
+    return torch.unique((owner[is_listed] << POSITION_BITS) | indices[is_listed])
+
+
 def _dynamic_keys(candidates: CandidateLists, length: Tensor) -> Tensor:
     """Keys of every token that D admits: a listed block admits its tokens below seqlen_kv. [BLOCK-EXPAND]"""
-    indptr, indices = candidates.indptr.to(length.device), candidates.indices.to(length.device).long()
-    owner = torch.repeat_interleave(torch.arange(length.numel(), device=length.device), indptr.diff())
-    is_listed = indices != HOLE
-    owner, indices = owner[is_listed], indices[is_listed]
-    block_keys = torch.unique((owner << POSITION_BITS) | indices)
+    block_keys = listed_keys(candidates, length.numel(), length.device)
     offset = torch.arange(candidates.block_size, device=length.device)
     owner, indices = block_keys >> POSITION_BITS, block_keys & ((1 << POSITION_BITS) - 1)
     positions = indices[:, None] * candidates.block_size + offset

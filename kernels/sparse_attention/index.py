@@ -1,31 +1,41 @@
-"""Canonical candidate lists on the GPU, in one launch and without a synchronization.
+"""Canonical candidate lists on the GPU, in one launch and without a synchronization. S = unique(D u W u A).
 
-A program takes one list. It marks every listed id in a bitmap of the request's ids, which drops holes and duplicates
-whatever the order; reads the bitmap back in ascending order, which sorts; and expands each id to its tokens, with the
-slot of each. It then cuts the list into the chunks that attention tasks take. What is refused (an id outside its
-request, a page outside the pool, a list longer than the tier) is recorded; a refused list leaves its rows unwritten.
+A program marks the listed ids of one list in a bitmap of the request's ids, which drops holes and duplicates whatever
+the order, and reads the bitmap back in ascending order, which sorts. Sinks come before the ids and the window after
+them, so ids that either covers are left out and the one id that an edge cuts gives only its tokens beyond the edge.
+The tokens, with their slots, are written by several programs a list where lists are few: each marks all ids and writes
+a share of the tokens. The last to finish cuts the list into the chunks that attention tasks take. What is refused (an
+id outside its request, a page outside the pool or another request's, a list longer than the tier) is recorded; a
+refused list leaves its rows unwritten.
 
-Limits: one query row a request; token positions below 2^31; the bitmap is in global memory, cleared by each program.
-[SET-IDENTITY, SET-DUPLICATE, SET-ORDER, SET-HOLE, SET-RANGE, BLOCK-EXPAND, COORD-SLOT, COORD-PAGE-RANGE]
+Limits: one query row a request, at the last position; token positions below 2^31; the bitmap is in global memory.
+Atomics are relaxed: a barrier orders what one program does, and a fence for each would cost more than all the rest.
+[SET-IDENTITY, SET-DUPLICATE, SET-ORDER, SET-HOLE, SET-UNION, SET-RANGE, BLOCK-EXPAND, COORD-SLOT, COORD-PAGE-RANGE,
+SAFE-OWNER]
 """
 
 import triton
 import triton.language as tl
 
 # rows of the error record; each holds the smallest offender, or NO_ERROR
-ENTRY_ERROR, PAGE_ERROR, CAPACITY_ERROR = 0, 1, 2
+ENTRY_ERROR, PAGE_ERROR, CAPACITY_ERROR, OWNER_ERROR = 0, 1, 2, 3
+NUM_ERRORS = 4
 NO_ERROR = 2**62
+NONE_YET = tl.constexpr(2**31 - 1)  # of the places that one program looks at
 
 
-@triton.jit(do_not_specialize=["capacity", "max_pages", "num_pages", "num_words", "max_ids"])
+@triton.jit(
+    do_not_specialize=["capacity", "max_pages", "num_pages", "num_words", "max_ids", "window", "num_sink_tokens"]
+)
 def index_kernel(
-    indptr_ptr, indices_ptr, seqlen_kv_ptr, page_table_ptr,
+    indptr_ptr, indices_ptr, seqlen_kv_ptr, page_table_ptr, owned_ptr,
     list_slots_ptr, list_positions_ptr, list_lengths_ptr, row_positions_ptr, mask_ends_ptr,
-    tasks_ptr, merges_ptr, errors_ptr, bitmap_ptr, ids_ptr,
-    capacity, max_pages, num_pages, num_words, max_ids,
+    tasks_ptr, merges_ptr, errors_ptr, bitmap_ptr, ids_ptr, tickets_ptr, generations_ptr,
+    capacity, max_pages, num_pages, num_words, max_ids, window, num_sink_tokens, batch_size,
     LISTS_PER_ROW: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
     TILES_PER_LIST: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
@@ -37,43 +47,58 @@ def index_kernel(
     ENTRY_ROW: tl.constexpr,
     PAGE_ROW: tl.constexpr,
     CAPACITY_ROW: tl.constexpr,
+    OWNER_ROW: tl.constexpr,
 ):  # fmt: skip
-    """Entries, slots and tasks of one list."""
-    list_idx = tl.program_id(0).to(tl.int64)
+    """A share of the entries and slots of one list; the last program of a list adds its tasks."""
+    program = tl.program_id(0).to(tl.int64)
+    list_idx = program // PARTS
+    part = program % PARTS
     request = list_idx // LISTS_PER_ROW
-    seqlen_kv = tl.load(seqlen_kv_ptr + request).to(tl.int64)
-    bitmap_ptr += list_idx * num_words
-    ids_ptr += list_idx * max_ids
+    seqlen_kv = tl.load(seqlen_kv_ptr + request).to(tl.int32)
+    # Sinks lie below sinks_end, the window from window_start on; ids add what lies between.
+    window_start = tl.maximum(seqlen_kv - window, 0)
+    sinks_end = tl.minimum(num_sink_tokens, window_start)
+    bitmap_ptr += program * num_words
+    ids_ptr += program * max_ids
     clear_bitmap(bitmap_ptr, num_words, STEP)
     tl.debug_barrier()
-    is_sound = mark_entries(
-        indptr_ptr, indices_ptr, bitmap_ptr, errors_ptr + ENTRY_ROW, list_idx, seqlen_kv, num_words, BLOCK_SIZE, STEP
+    first_bad = mark_entries(
+        indptr_ptr, indices_ptr, bitmap_ptr, list_idx, seqlen_kv, sinks_end, window_start, num_words, BLOCK_SIZE, STEP
     )
     tl.debug_barrier()
     num_ids = read_marks(bitmap_ptr, ids_ptr, num_words, max_ids, TILE_WORDS)
+    lead, tail = cut_edges(bitmap_ptr, sinks_end, window_start, num_words, BLOCK_SIZE)
     tl.debug_barrier()
-    # only the request's last block can be short, and it is the last of the list
-    last = tl.load(ids_ptr + tl.maximum(tl.minimum(num_ids, max_ids) - 1, 0), cache_modifier=".cg").to(tl.int64)
-    missing = tl.maximum((last + 1) * BLOCK_SIZE - seqlen_kv, 0)
-    num_tokens = tl.where(num_ids > 0, num_ids * BLOCK_SIZE - missing, 0)
+    num_middle = num_ids * BLOCK_SIZE - lead - tail
+    num_tokens = sinks_end + num_middle + seqlen_kv - window_start
     fits = (num_ids <= max_ids) & (num_tokens <= capacity)
-    tl.atomic_min(errors_ptr + CAPACITY_ROW, list_idx, mask=~fits)
-    num_tokens = tl.where(fits, num_tokens, 0)
-    has_pages = expand_ids(
-        ids_ptr, page_table_ptr + request * max_pages, list_slots_ptr + list_idx * capacity,
-        list_positions_ptr + list_idx * capacity, errors_ptr + PAGE_ROW, request * max_pages,
-        num_tokens, num_pages, BLOCK_SIZE, PAGE_SIZE, STEP,
+    share = tl.cdiv(tl.where(fits, num_tokens, 0), PARTS)
+    begin = part.to(tl.int32) * share
+    bad_page, bad_owner = expand_ids(
+        ids_ptr, page_table_ptr + request * max_pages, owned_ptr, request * num_pages,
+        list_slots_ptr + list_idx * capacity, list_positions_ptr + list_idx * capacity,
+        begin, tl.where(fits, tl.minimum(begin + share, num_tokens), 0), sinks_end, num_middle, lead, window_start,
+        num_pages, BLOCK_SIZE, PAGE_SIZE, STEP,
     )  # fmt: skip
-    is_accepted = is_sound & fits & has_pages
-    num_tokens = tl.where(is_accepted, num_tokens, 0)
-    tl.store(list_lengths_ptr + list_idx, num_tokens.to(tl.int32))
-    if list_idx % LISTS_PER_ROW == 0:
-        tl.store(row_positions_ptr + request, (seqlen_kv - 1).to(tl.int32))
-        tl.store(mask_ends_ptr + request, seqlen_kv.to(tl.int32))
-    write_tasks(
-        tasks_ptr, merges_ptr, list_idx, capacity, num_tokens, is_accepted,
-        TILES_PER_LIST, NUM_SPLITS, PADDED_SPLITS, TASK_WIDTH, MERGE_WIDTH, TILE_KV,
-    )  # fmt: skip
+    record(errors_ptr + ENTRY_ROW, first_bad, tl.zeros([], tl.int64))
+    record(errors_ptr + PAGE_ROW, bad_page, request * max_pages)
+    record(errors_ptr + OWNER_ROW, bad_owner, request * max_pages)
+    record(errors_ptr + CAPACITY_ROW, tl.where(fits, NONE_YET, 0), list_idx)
+    is_accepted = fits & (first_bad == NONE_YET) & (bad_page == NONE_YET) & (bad_owner == NONE_YET)
+    is_last, is_accepted = finish_part(tickets_ptr + 2 * list_idx, is_accepted, PARTS)
+    if is_last:
+        num_tokens = tl.where(is_accepted, num_tokens, 0)
+        tl.store(list_lengths_ptr + list_idx, num_tokens)
+        if list_idx % LISTS_PER_ROW == 0:
+            tl.store(row_positions_ptr + request, seqlen_kv - 1)
+            tl.store(mask_ends_ptr + request, seqlen_kv)
+            if generations_ptr is not None:
+                # what the row was planned for, beside what it is now [FORMAT-GENERATION]
+                tl.store(generations_ptr + batch_size + request, tl.load(generations_ptr + request))
+        write_tasks(
+            tasks_ptr, merges_ptr, list_idx, capacity, num_tokens, is_accepted,
+            TILES_PER_LIST, NUM_SPLITS, PADDED_SPLITS, TASK_WIDTH, MERGE_WIDTH, TILE_KV,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -86,55 +111,58 @@ def clear_bitmap(bitmap_ptr, num_words, STEP: tl.constexpr):
 
 @triton.jit
 def mark_entries(
-    indptr_ptr, indices_ptr, bitmap_ptr, error_ptr, list_idx, seqlen_kv, num_words,
+    indptr_ptr, indices_ptr, bitmap_ptr, list_idx, seqlen_kv, sinks_end, window_start, num_words,
     BLOCK_SIZE: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """Sets the bit of every listed id; True where none lies outside the request. [SET-RANGE, SET-HOLE]"""
+    """Sets the bit of every id that sinks and window do not cover; the first entry outside the request, or none.
+
+    [SET-RANGE, SET-HOLE]
+    """
     start = tl.load(indptr_ptr + list_idx)
     end = tl.load(indptr_ptr + list_idx + 1)
-    num_ids = (seqlen_kv + BLOCK_SIZE - 1) // BLOCK_SIZE
-    num_bad = tl.zeros([STEP], tl.int32)
+    # a bitmap of a tier may be shorter than a request that has outgrown it
+    num_ids = tl.minimum((seqlen_kv + BLOCK_SIZE - 1) // BLOCK_SIZE, num_words * 32)
+    first_id = sinks_end // BLOCK_SIZE
+    past_id = tl.where(sinks_end < window_start, (window_start + BLOCK_SIZE - 1) // BLOCK_SIZE, 0)
+    bad = tl.full([STEP], NONE_YET, tl.int32)
     for first in range(start, end, STEP):
         entry = first + tl.arange(0, STEP)
         is_entry = entry < end
         idx = tl.load(indices_ptr + entry, mask=is_entry, other=-1)
-        # a bitmap of a tier may be shorter than a request that has outgrown it
-        is_bad = is_entry & ((idx < -1) | (idx >= num_ids) | (idx >= num_words * 32))
-        tl.atomic_min(error_ptr + tl.zeros([STEP], tl.int32), entry.to(tl.int64), mask=is_bad)
-        num_bad += is_bad.to(tl.int32)
-        is_id = is_entry & (idx >= 0) & ~is_bad
+        is_bad = is_entry & ((idx < -1) | (idx >= num_ids))
+        bad = tl.minimum(bad, tl.where(is_bad, entry.to(tl.int32), NONE_YET))
+        is_id = is_entry & ~is_bad & (idx >= first_id) & (idx < past_id)
         safe = tl.where(is_id, idx, 0)
-        bit = tl.full([STEP], 1, tl.int32) << (safe & 31)
-        tl.atomic_or(bitmap_ptr + (safe >> 5), bit, mask=is_id)
-    return tl.sum(num_bad, axis=0) == 0
+        bit = tl.full([STEP], 1, tl.int32) << (safe & 31).to(tl.int32)
+        tl.atomic_or(bitmap_ptr + (safe >> 5), bit, mask=is_id, sem="relaxed")
+    return tl.min(bad, axis=0)
 
 
 @triton.jit
 def read_marks(bitmap_ptr, ids_ptr, num_words, max_ids, TILE_WORDS: tl.constexpr):
     """Writes the marked ids in ascending order; their number, those past max_ids included. [SET-DUPLICATE]"""
     found = tl.zeros([1], tl.int32)
-    bit = tl.arange(0, 32)
     for start in range(0, num_words, TILE_WORDS):
         word = start + tl.arange(0, TILE_WORDS)
         # marks are made by atomics in L2, and a line of L1 may be older than they are
         bits = tl.load(bitmap_ptr + word, mask=word < num_words, other=0, cache_modifier=".cg")
+        bits = bits.to(tl.uint32, bitcast=True)
         count = count_bits(bits)
-        before = found + tl.cumsum(count, axis=0) - count
-        # [TILE_WORDS, 32]
-        below = (tl.full([32], 1, tl.int32) << bit) - 1
-        rank = before[:, None] + count_bits(bits[:, None] & below[None, :])
-        is_marked = ((bits[:, None] >> bit[None, :]) & 1) != 0
-        idx = word[:, None] * 32 + bit[None, :]
-        tl.store(ids_ptr + rank, idx, mask=is_marked & (rank < max_ids))
+        rank = found + tl.cumsum(count, axis=0) - count
+        # the lowest mark of every word, and again
+        for _ in range(0, tl.max(count, axis=0)):
+            idx = word * 32 + count_bits(~bits & (bits - 1))
+            tl.store(ids_ptr + rank, idx, mask=(bits != 0) & (rank < max_ids))
+            bits = bits & (bits - 1)
+            rank += 1
         found += tl.sum(count, axis=0)
     return tl.sum(found, axis=0)
 
 
 @triton.jit
 def count_bits(x):
-    """Ones in each 32-bit word: sums of neighbouring 1, 2, 4 and 8 bits, then of the four bytes."""
-    x = x.to(tl.uint32, bitcast=True)
+    """Ones in each uint32: sums of neighbouring 1, 2, 4 and 8 bits, then of the four bytes."""
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F
@@ -144,29 +172,78 @@ def count_bits(x):
 
 
 @triton.jit
+def cut_edges(bitmap_ptr, sinks_end, window_start, num_words, BLOCK_SIZE: tl.constexpr):
+    """Tokens that the first listed id has among the sinks, and the last one in the window. [SET-UNION]"""
+    first_id = sinks_end // BLOCK_SIZE
+    last_id = tl.maximum(window_start - 1, 0) // BLOCK_SIZE
+    lead = tl.where(is_marked(bitmap_ptr, first_id, num_words), sinks_end % BLOCK_SIZE, 0)
+    tail = tl.where(is_marked(bitmap_ptr, last_id, num_words), (last_id + 1) * BLOCK_SIZE - window_start, 0)
+    return lead, tail
+
+
+@triton.jit
+def is_marked(bitmap_ptr, idx, num_words):
+    """Whether an id is in the bitmap."""
+    word = tl.load(bitmap_ptr + (idx >> 5), mask=(idx >> 5) < num_words, other=0, cache_modifier=".cg")
+    return ((word >> (idx & 31)) & 1) != 0
+
+
+@triton.jit
 def expand_ids(
-    ids_ptr, page_row_ptr, slots_ptr, positions_ptr, error_ptr, first_page,
-    num_tokens, num_pages,
+    ids_ptr, page_row_ptr, owned_ptr, first_owned, slots_ptr, positions_ptr,
+    begin, end, sinks_end, num_middle, lead, window_start, num_pages,
     BLOCK_SIZE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """Position and slot of every token of every id; True where all pages lie in the pool. [BLOCK-EXPAND, COORD-SLOT]"""
-    num_bad = tl.zeros([STEP], tl.int32)
-    for start in range(0, num_tokens, STEP):
+    """Position and slot of the list's tokens from begin up to end; the first page outside the pool, and not owned.
+
+    [BLOCK-EXPAND, SET-UNION, COORD-SLOT, COORD-PAGE-RANGE, SAFE-OWNER]
+    """
+    bad = tl.full([STEP], NONE_YET, tl.int32)
+    foreign = tl.full([STEP], NONE_YET, tl.int32)
+    for start in range(begin, end, STEP):
         token = start + tl.arange(0, STEP)
-        is_token = token < num_tokens
-        idx = tl.load(ids_ptr + token // BLOCK_SIZE, mask=is_token, other=0, cache_modifier=".cg")
-        position = idx * BLOCK_SIZE + token % BLOCK_SIZE
+        is_token = token < end
+        is_middle = is_token & (token >= sinks_end) & (token < sinks_end + num_middle)
+        place = tl.where(is_middle, token - sinks_end + lead, 0)
+        idx = tl.load(ids_ptr + place // BLOCK_SIZE, mask=is_middle, other=0, cache_modifier=".cg")
+        local = tl.where(token < sinks_end, token, token - sinks_end - num_middle + window_start)
+        position = tl.where(is_middle, idx * BLOCK_SIZE + place % BLOCK_SIZE, local)
         logical = position // PAGE_SIZE
         page = tl.load(page_row_ptr + logical, mask=is_token, other=0)
         is_bad = is_token & ((page < 0) | (page >= num_pages))
-        tl.atomic_min(error_ptr + tl.zeros([STEP], tl.int32), first_page + logical, mask=is_bad)
-        num_bad += is_bad.to(tl.int32)
+        bad = tl.minimum(bad, tl.where(is_bad, logical, NONE_YET))
+        is_sound = is_token & ~is_bad
+        if owned_ptr is not None:
+            is_owned = tl.load(owned_ptr + first_owned + page, mask=is_sound, other=1) != 0
+            foreign = tl.minimum(foreign, tl.where(is_owned, NONE_YET, logical))
         slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
-        tl.store(slots_ptr + token, slot, mask=is_token & ~is_bad)
+        tl.store(slots_ptr + token, slot, mask=is_sound)
         tl.store(positions_ptr + token, position, mask=is_token)
-    return tl.sum(num_bad, axis=0) == 0
+    return tl.min(bad, axis=0), tl.min(foreign, axis=0)
+
+
+@triton.jit
+def record(error_ptr, error, start):
+    """Keeps the smallest offender of all programs, by its place in the whole array: `start` and what `error` counts."""
+    if error != NONE_YET:
+        tl.atomic_min(error_ptr, start + error, sem="relaxed")
+
+
+@triton.jit
+def finish_part(ticket_ptr, is_accepted, PARTS: tl.constexpr):
+    """Whether this program is its list's last to finish, and then whether every one of them accepts the list."""
+    if PARTS == 1:
+        return True, is_accepted
+    else:
+        tl.atomic_add(ticket_ptr + 1, tl.where(is_accepted, 0, 1), sem="relaxed")
+        is_last = tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == PARTS - 1
+        num_refusing = 0
+        if is_last:
+            num_refusing = tl.atomic_xchg(ticket_ptr + 1, 0, sem="acq_rel")
+            tl.store(ticket_ptr, 0)
+        return is_last, num_refusing == 0
 
 
 @triton.jit

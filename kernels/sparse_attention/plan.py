@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
@@ -19,28 +19,36 @@ from torch import Tensor
 
 from attnconform.kernels.sparse_attention.candidates import (
     CandidateLists,
+    CanonicalLists,
+    RowBlocks,
     build_lists,
     check_indptr,
     cut_row_blocks,
     enumerate_runs,
     first_index,
     lists_per_block,
+    order_by_slot,
 )
 from attnconform.kernels.sparse_attention.dropout import Dropout
 from attnconform.kernels.sparse_attention.errors import PlanError
+from attnconform.kernels.sparse_attention.graphs import GraphCache
 from attnconform.kernels.sparse_attention.quantization import KVQuantization, scale_shape
 from attnconform.kernels.sparse_attention.rules import (
+    LoweredMask,
+    LoweredScore,
     MaskRule,
     QueryRows,
     ScoreRule,
     lower_mask,
     lower_score,
 )
-from attnconform.kernels.sparse_attention.tasks import Geometry, Launch, build_launches
+from attnconform.kernels.sparse_attention.tasks import Launch, build_launches
+from attnconform.kernels.sparse_attention.tuning import NO_CHOICE, UNION_ROWS, Choice, Geometry
+from attnconform.kernels.sparse_attention.union import UnionLists, build_union
 
 __all__ = ["CandidateLists", "Plan", "PlanError", "plan"]
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIMS = {"head_dim_qk": 576, "head_dim_vo": 512}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 Integers = Tensor | Sequence[int]
 
@@ -50,9 +58,10 @@ class Plan:
     """What a run needs; arrays live on `device`. One run at a time may use a plan: it owns the workspace.
 
     Lists (None where every position is a candidate): entries of list l are list_indptr[l] up to list_indptr[l + 1],
-    positions ascending and unique. List numbers are row-major over (request, block of q_block_size query rows, head
-    list), with num_qo_heads, num_kv_heads or 1 head lists (`lists_per_block`). An entry that is a member is a candidate
-    of every row of its list; any other only of rows with 0 <= q_idx - kv_idx < window.
+    positions unique, and ascending unless the plan was asked for the order of slots. List numbers are row-major over
+    (request, block of q_block_size query rows, head list), with num_qo_heads, num_kv_heads or 1 head lists
+    (`lists_per_block`). An entry that is a member is a candidate of every row of its list; any other only of rows with
+    0 <= q_idx - kv_idx < window.
     Mask: row r may see kv_idx where mask_starts[0, r] <= kv_idx < mask_ends[0, r], and mask_fn agrees; with a row of
     intervals per query head where has_head_mask. q and out have the plan's dtype; a quantized cache has its codes'.
     """
@@ -87,7 +96,7 @@ class Plan:
     mask_ends: Tensor  # likewise
     mask_fn: triton.JITFunction | None
     mask_data: Tensor | None
-    score_codes: tuple[int, ...]
+    score_codes: tuple[int | triton.JITFunction, ...]
     score_params: Tensor  # (num_score_rules, num_qo_heads) float32
     score_tables: Tensor | None  # flat float32, as LoweredScore
     score_reaches: Tensor | None  # (num_score_rules, 2) int32, as LoweredScore
@@ -100,6 +109,11 @@ class Plan:
     v_quant: KVQuantization | None = None
     dropout_words: Tensor | None = None  # (3,) int32, as Dropout.words; the seed may be edited between runs
     dropout_scale: float | None = None  # what a kept edge weighs
+    score_rules: tuple[ScoreRule, ...] = ()  # as given: derivatives of a CustomScore are looked for here
+
+    union: UnionLists | None = None  # what the forward walks instead of launches, for the same edges
+    generations: Tensor | None = None  # (2, batch_size) int32: of every request's slot now, and when it was planned
+    graphs: GraphCache = field(default_factory=GraphCache)
 
     @property
     def batch_size(self) -> int:
@@ -177,20 +191,26 @@ def plan(
     sink_logits: Tensor | None = None,  # (num_qo_heads,)
     num_kv_splits: int | None = None,
     tile_kv: int | None = None,
+    rows_per_union: int | None = None,  # rows with lists of their own that share a tile of the union of their blocks
+    order: Literal["position", "slot"] = "position",  # of the entries of a row's own lists
+    choice: Choice = NO_CHOICE,
     layout: Literal["NHD", "HND"] = "NHD",
     k_quant: KVQuantization | None = None,  # k_cache holds codes, and each run is given k_scale
     v_quant: KVQuantization | None = None,  # likewise, apart
     dropout: Dropout | None = None,
+    owned: Tensor | None = None,  # (batch_size, num_pages) bool, which request may read which page
 ) -> Plan:
-    """Everything a run needs, checked. [PLAN, SET-RANGE, COORD-PAGE-RANGE, SAFE-SHAPE]
+    """Everything a run needs, checked. [PLAN, SET-RANGE, COORD-PAGE-RANGE, SAFE-SHAPE, SAFE-OWNER]
 
     Without candidates every position below seqlen_kv is one, and window and num_sink_tokens add nothing. With them
     S = D | {kv_idx: 0 <= q_idx - kv_idx < window} | first num_sink_tokens positions. q_offset is
-    seqlen_kv - seqlen_q by default. num_kv_splits, tile_kv: hints that never change the answer.
+    seqlen_kv - seqlen_q by default. num_kv_splits, tile_kv, rows_per_union, order, choice: hints that never change the
+    answer.
     Raises PlanError, naming the value that is refused.
     """
-    _check_options(sm_scale, dtype, layout, window, num_sink_tokens)
-    device = _full_device(device)
+    check_options(sm_scale, dtype, layout, window, num_sink_tokens)
+    _check_hints(rows_per_union, order)
+    device = full_device(device)
     geometry = Geometry(
         num_qo_heads=num_qo_heads,
         num_kv_heads=num_kv_heads,
@@ -200,82 +220,173 @@ def plan(
         sharing=candidates.sharing if candidates else None,
         tile_kv=tile_kv,
         num_kv_splits=num_kv_splits,
-        num_processors=_count_processors(device),
+        num_processors=count_processors(device),
         has_score_rules=bool(score_rules),
         is_quantized=k_quant is not None or v_quant is not None,
+        choice=choice,
     )
-    _check_geometry(geometry, page_size, num_pages)
-    if candidates is not None:
-        _check_candidates(candidates)
-    lengths = _to_int64("seqlen_kv", seqlen_kv, device)
-    indptr = _to_int64("qo_indptr", qo_indptr, device)
-    _check_requests(indptr, lengths)
-    table = _check_page_table(page_table, lengths, page_size, num_pages)
-    offsets = lengths - indptr.diff() if q_offset is None else _to_int64("q_offset", q_offset, device)
-    rows = _query_rows(indptr, lengths, offsets, num_qo_heads)
+    check_geometry(geometry, page_size, num_pages)
+    cache = check_cache(qo_indptr, seqlen_kv, q_offset, page_table, page_size, num_pages, owned, device)
+    rows = _query_rows(cache, num_qo_heads)
     mask = lower_mask(mask_rule, rows)
-    score = lower_score(tuple(score_rules), num_qo_heads, device)
-    blocks = cut_row_blocks(indptr, offsets, candidates.q_block_size if candidates else max(1, int(indptr[-1])))
-    lists = None
-    if candidates is not None:
-        lists = build_lists(
-            candidates,
-            blocks,
-            lists_per_block(candidates.sharing, num_qo_heads, num_kv_heads),
-            window=window,
-            num_sink_tokens=num_sink_tokens,
-            seqlen_kv=lengths,
-            page_table=table,
-            page_size=page_size,
-        )
+    blocks, lists = _build_lists(candidates, cache, geometry, window, num_sink_tokens)
+    listed_window = window if candidates else None
+    launches = build_launches(blocks, lists, mask, geometry, listed_window)
+    if order == "slot":
+        lists = _by_slot(candidates, lists, mask, geometry)
     return Plan(
-        num_qo_heads=num_qo_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim_qk=head_dim_qk,
-        head_dim_vo=head_dim_vo,
-        page_size=page_size,
-        num_pages=num_pages,
+        **shape_fields(geometry, page_size, num_pages),
         layout=layout,
         dtype=dtype,
         device=device,
         sm_scale=float(sm_scale),
-        qo_indptr=indptr,
-        seqlen_kv=lengths,
-        q_offset=offsets,
-        page_table=table,
-        row_requests=rows.request.int(),
-        row_positions=rows.position.int(),
-        sharing=candidates.sharing if candidates else None,
-        q_block_size=candidates.q_block_size if candidates else None,
-        window=window if candidates else None,
-        list_indptr=lists.indptr if lists else None,
-        list_positions=lists.positions if lists else None,
-        list_slots=lists.slots if lists else None,
-        list_members=lists.members if lists else None,
-        mask_starts=mask.starts,
-        mask_ends=mask.ends,
-        mask_fn=mask.mask_fn,
-        mask_data=mask.mask_data,
-        score_codes=score.codes,
-        score_params=score.params,
-        score_tables=score.tables,
-        score_reaches=score.reaches,
-        score_table_sizes=score.table_sizes,
-        sink_logits=_check_sink_logits(sink_logits, num_qo_heads, device),
-        launches=build_launches(blocks, lists, mask, geometry, window if candidates else None),
+        **_row_fields(cache, rows, mask),
+        **_list_fields(candidates, lists, listed_window),
+        **score_fields(lower_score(tuple(score_rules), num_qo_heads, device)),
+        sink_logits=check_sink_logits(sink_logits, num_qo_heads, device),
+        launches=launches,
         k_quant=k_quant,
         v_quant=v_quant,
-        dropout_words=dropout.words(device) if dropout else None,
-        dropout_scale=dropout.keep_scale if dropout else None,
+        **_dropout_fields(dropout, device),
+        score_rules=tuple(score_rules),
+        union=build_union(
+            candidates,
+            cache.qo_indptr,
+            cache.q_offset,
+            mask,
+            geometry,
+            has_local=bool(window) or num_sink_tokens > 0,
+            rows_per_union=rows_per_union,
+        ),
     )
 
 
-def _full_device(device: torch.device | str) -> torch.device:
+@dataclass(frozen=True, eq=False)
+class CheckedCache:
+    """Requests, their positions and their pages, on the plan's device."""
+
+    qo_indptr: Tensor  # (batch_size + 1,) int64
+    seqlen_kv: Tensor  # (batch_size,) int64
+    q_offset: Tensor  # (batch_size,) int64
+    page_table: Tensor  # (batch_size, max_pages) int32, a copy
+    page_size: int
+
+
+def check_cache(
+    qo_indptr: Integers,
+    seqlen_kv: Integers,
+    q_offset: Integers | None,
+    page_table: Tensor,
+    page_size: int,
+    num_pages: int,
+    owned: Tensor | None,
+    device: torch.device,
+) -> CheckedCache:
+    """Refuses requests and pages that do not fit together. [SAFE-SHAPE, COORD-PAGE-RANGE, SAFE-OWNER]"""
+    lengths = _to_int64("seqlen_kv", seqlen_kv, device)
+    indptr = _to_int64("qo_indptr", qo_indptr, device)
+    _check_requests(indptr, lengths)
+    table = _check_page_table(page_table, lengths, page_size, num_pages)
+    if owned is not None:
+        _check_owners(table, owned, num_pages)
+    offsets = lengths - indptr.diff() if q_offset is None else _to_int64("q_offset", q_offset, device)
+    return CheckedCache(indptr, lengths, offsets, table, page_size)
+
+
+def _build_lists(
+    candidates: CandidateLists | None,
+    cache: CheckedCache,
+    geometry: Geometry,
+    window: int | None,
+    num_sink_tokens: int,
+) -> tuple[RowBlocks, CanonicalLists | None]:
+    """The blocks of rows that share lists, and S of each; one block a request where there are no lists."""
+    if candidates is None:
+        return cut_row_blocks(cache.qo_indptr, cache.q_offset, max(1, int(cache.qo_indptr[-1]))), None
+    blocks = check_candidates(candidates, cache)
+    lists = build_lists(
+        candidates,
+        blocks,
+        lists_per_block(candidates.sharing, geometry.num_qo_heads, geometry.num_kv_heads),
+        window=window,
+        num_sink_tokens=num_sink_tokens,
+        seqlen_kv=cache.seqlen_kv,
+        page_table=cache.page_table,
+        page_size=cache.page_size,
+    )
+    return blocks, lists
+
+
+def _by_slot(
+    candidates: CandidateLists | None, lists: CanonicalLists | None, mask: LoweredMask, geometry: Geometry
+) -> CanonicalLists | None:
+    """Lists of single rows by slot; those that rows or heads of several intervals share stay as they are."""
+    if candidates is None or lists is None or candidates.q_block_size > 1 or len(mask.starts) > 1:
+        return lists
+    heads = lists_per_block(candidates.sharing, geometry.num_qo_heads, geometry.num_kv_heads)
+    return order_by_slot(lists, mask.starts[0], mask.ends[0], heads)
+
+
+def _row_fields(cache: CheckedCache, rows: QueryRows, mask: LoweredMask) -> dict[str, Any]:
+    """Fields of a plan that say where its rows stand and what they may see."""
+    return {
+        "qo_indptr": cache.qo_indptr,
+        "seqlen_kv": cache.seqlen_kv,
+        "q_offset": cache.q_offset,
+        "page_table": cache.page_table,
+        "row_requests": rows.request.int(),
+        "row_positions": rows.position.int(),
+        "mask_starts": mask.starts,
+        "mask_ends": mask.ends,
+        "mask_fn": mask.mask_fn,
+        "mask_data": mask.mask_data,
+    }
+
+
+def _list_fields(candidates: CandidateLists | None, lists: CanonicalLists | None, window: int | None) -> dict[str, Any]:
+    """Fields of a plan that hold its lists."""
+    return {
+        "sharing": candidates.sharing if candidates else None,
+        "q_block_size": candidates.q_block_size if candidates else None,
+        "window": window,
+        "list_indptr": lists.indptr if lists else None,
+        "list_positions": lists.positions if lists else None,
+        "list_slots": lists.slots if lists else None,
+        "list_members": lists.members if lists else None,
+    }
+
+
+def shape_fields(geometry: Geometry, page_size: int, num_pages: int) -> dict[str, int]:
+    """Fields of a plan that say which heads and pages there are."""
+    names = ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")
+    heads = {name: getattr(geometry, name) for name in names}
+    return {**heads, "page_size": page_size, "num_pages": num_pages}
+
+
+def _dropout_fields(dropout: Dropout | None, device: torch.device) -> dict[str, Any]:
+    """Fields of a plan that say which edges are dropped."""
+    if dropout is None:
+        return {}
+    return {"dropout_words": dropout.words(device), "dropout_scale": dropout.keep_scale}
+
+
+def score_fields(score: LoweredScore) -> dict[str, Any]:
+    """Fields of a plan that hold its score rules."""
+    return {
+        "score_codes": score.codes,
+        "score_params": score.params,
+        "score_tables": score.tables,
+        "score_reaches": score.reaches,
+        "score_table_sizes": score.table_sizes,
+    }
+
+
+def full_device(device: torch.device | str) -> torch.device:
     """The device with its index, as tensors report it."""
     return torch.empty(0, device=device).device
 
 
-def _count_processors(device: torch.device) -> int:
+def count_processors(device: torch.device) -> int:
     """Multiprocessors to keep busy; 0 where programs run one after another anyway."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
@@ -293,15 +404,15 @@ def _check_integers(name: str, tensor: Tensor, num_dims: int) -> None:
         raise PlanError("SAFE-SHAPE", f"{name}.shape", tuple(tensor.shape), f"must have {num_dims} axes")
 
 
-def _check_geometry(geometry: Geometry, page_size: int, num_pages: int) -> None:
+def check_geometry(geometry: Geometry, page_size: int, num_pages: int) -> None:
     """Refuses sizes no kernel is made for. [SAFE-SHAPE, GQA-MAP]"""
     sizes = [(name, getattr(geometry, name)) for name in ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")]
     for name, size in [*sizes, ("page_size", page_size)]:
         if size < 1:
             raise PlanError("SAFE-SHAPE", name, size, "must be at least 1")
     for name, size in sizes[2:]:
-        if size > MAX_HEAD_DIM:
-            raise PlanError("SAFE-SHAPE", name, size, f"must be at most {MAX_HEAD_DIM}")
+        if size > MAX_HEAD_DIMS[name]:
+            raise PlanError("SAFE-SHAPE", name, size, f"must be at most {MAX_HEAD_DIMS[name]}")
     if num_pages < 0:
         raise PlanError("SAFE-SHAPE", "num_pages", num_pages, "must be at least 0")
     if geometry.num_qo_heads % geometry.num_kv_heads:
@@ -313,7 +424,7 @@ def _check_geometry(geometry: Geometry, page_size: int, num_pages: int) -> None:
         raise PlanError("SAFE-SHAPE", "tile_kv", geometry.tile_kv, "must be None, 16, 32, 64, 128 or 256")
 
 
-def _check_options(sm_scale: float, dtype: torch.dtype, layout: str, window: int | None, num_sink_tokens: int) -> None:
+def check_options(sm_scale: float, dtype: torch.dtype, layout: str, window: int | None, num_sink_tokens: int) -> None:
     """Refuses numbers and names outside their domains. [SAFE-SHAPE, SAFE-FINITE]"""
     if not math.isfinite(sm_scale):
         raise PlanError("SAFE-FINITE", "sm_scale", sm_scale, "must be finite")
@@ -324,6 +435,15 @@ def _check_options(sm_scale: float, dtype: torch.dtype, layout: str, window: int
     for name, size in (("window", window or 0), ("num_sink_tokens", num_sink_tokens)):
         if size < 0:
             raise PlanError("SAFE-SHAPE", name, size, "must be at least 0")
+
+
+def _check_hints(rows_per_union: int | None, order: str) -> None:
+    """Refuses more rows than an entry has bits for, counts that make no tile, and orders of no name. [SAFE-SHAPE]"""
+    if order not in ("position", "slot"):
+        raise PlanError("SAFE-SHAPE", "order", order, "must be position or slot")
+    if rows_per_union is not None and rows_per_union not in UNION_ROWS:
+        limit = f"must be None or one of {', '.join(map(str, UNION_ROWS))}"
+        raise PlanError("SAFE-SHAPE", "rows_per_union", rows_per_union, limit)
 
 
 def _check_requests(qo_indptr: Tensor, seqlen_kv: Tensor) -> None:
@@ -360,8 +480,22 @@ def _check_page_table(page_table: Tensor, seqlen_kv: Tensor, page_size: int, num
     return torch.where(is_used, table, -1).int().contiguous()
 
 
-def _query_rows(qo_indptr: Tensor, seqlen_kv: Tensor, q_offset: Tensor, num_qo_heads: int) -> QueryRows:
+def _check_owners(page_table: Tensor, owned: Tensor, num_pages: int) -> None:
+    """Refuses pages of a checked table that belong to other requests only. [SAFE-OWNER]"""
+    if owned.shape != (page_table.shape[0], num_pages):
+        limit = f"must be ({page_table.shape[0]}, {num_pages})"
+        raise PlanError("SAFE-SHAPE", "owned.shape", tuple(owned.shape), limit)
+    is_used = page_table >= 0
+    is_owned = owned.to(page_table.device).gather(1, page_table.clamp(min=0).long())
+    if bool((is_used & ~is_owned).any()):
+        index = first_index(is_used & ~is_owned)
+        limit = f"request {index[0]} does not own that page"
+        raise PlanError("SAFE-OWNER", "page_table", int(page_table[index]), limit, index)
+
+
+def _query_rows(cache: CheckedCache, num_qo_heads: int) -> QueryRows:
     """Request, logical position and length of every query row. [COORD-ROW, MASK-OFFSET]"""
+    qo_indptr, seqlen_kv, q_offset = cache.qo_indptr, cache.seqlen_kv, cache.q_offset
     if q_offset.numel() != seqlen_kv.numel():
         raise PlanError("SAFE-SHAPE", "len(q_offset)", q_offset.numel(), f"must be {seqlen_kv.numel()}")
     is_bad = (q_offset.abs() + qo_indptr.diff()) >= 2**31
@@ -372,8 +506,11 @@ def _query_rows(qo_indptr: Tensor, seqlen_kv: Tensor, q_offset: Tensor, num_qo_h
     return QueryRows(request, q_offset[request] + local, seqlen_kv[request], seqlen_kv.numel(), num_qo_heads)
 
 
-def _check_candidates(candidates: CandidateLists) -> None:
-    """Refuses options and shapes; entries are checked where lists are built. [SAFE-SHAPE]"""
+def check_candidates(candidates: CandidateLists, cache: CheckedCache) -> RowBlocks:
+    """The blocks of rows that share lists; refuses options and shapes. Entries are checked where lists are built.
+
+    [SAFE-SHAPE]
+    """
     if candidates.granularity not in ("token", "block"):
         raise PlanError("SAFE-SHAPE", "candidates.granularity", candidates.granularity, "must be token or block")
     if candidates.sharing not in ("query_head", "kv_head", "shared"):
@@ -386,9 +523,10 @@ def _check_candidates(candidates: CandidateLists) -> None:
         raise PlanError("SAFE-SHAPE", "candidates.block_size", candidates.block_size, "must be 1 at token granularity")
     _check_integers("candidates.indptr", candidates.indptr, 1)
     _check_integers("candidates.indices", candidates.indices, 1)
+    return cut_row_blocks(cache.qo_indptr, cache.q_offset, candidates.q_block_size)
 
 
-def _check_sink_logits(sink_logits: Tensor | None, num_qo_heads: int, device: torch.device) -> Tensor | None:
+def check_sink_logits(sink_logits: Tensor | None, num_qo_heads: int, device: torch.device) -> Tensor | None:
     if sink_logits is None:
         return None
     if sink_logits.shape != (num_qo_heads,):

@@ -142,8 +142,27 @@ class RelativeBias:
             _check_finite("tables", table, (h,))
 
 
+@dataclass(frozen=True, eq=False)
+class CustomScore:
+    """Replaces the score by what a Triton jit function makes of it.
+
+    score_fn(scores, q_idx, kv_idx, heads, data_ptr) sees float32 scores (rows, TILE_KV), int32 positions (rows, 1) and
+    (rows or 1, TILE_KV), query heads (rows, 1) and a pointer to `data`, and returns scores of the same shape. It must
+    be pure. A backward needs slope_fn, the derivative by the score, in the same form, and for a gradient of data
+    data_fn(..., entry), the derivative by data[entry].
+    """
+
+    score_fn: triton.JITFunction
+    data: tuple[float, ...] = ()
+    slope_fn: triton.JITFunction | None = None
+    data_fn: triton.JITFunction | None = None
+
+    def __post_init__(self) -> None:
+        _check_finite("data", self.data)
+
+
 MaskRule = Causal | Window | HeadWindow | PrefixLM | Document | And | Or | Custom
-ScoreRule = Alibi | SoftCap | RelativeBias
+ScoreRule = Alibi | SoftCap | RelativeBias | CustomScore
 
 
 def _check_not_empty(rules: tuple[MaskRule, ...]) -> None:
@@ -279,17 +298,17 @@ RELATIVE_BIAS = tl.constexpr(2)
 class LoweredScore:
     """Codes in order of application, compiled in, and their numbers, data."""
 
-    codes: tuple[int, ...]
+    codes: tuple[int | triton.JITFunction, ...]  # of a CustomScore, its function
     params: Tensor  # (num_rules, num_qo_heads) float32: slope, or cap
     # Both None where no rule is a relative bias: an argument that is absent costs a kernel nothing.
-    tables: Tensor | None  # flat float32: the tables of every relative bias, (num_qo_heads, 2 D + 1) each
-    reaches: Tensor | None  # (num_rules, 2) int32: where a rule's tables start, and its D
+    tables: Tensor | None  # flat float32: relative biases' tables, (num_qo_heads, 2 D + 1), and CustomScores' data
+    reaches: Tensor | None  # (num_rules, 2) int32: where a rule's tables start, and its D, or the length of its data
     table_sizes: tuple[int, ...]  # (num_rules,) 2 D + 1; 0 for rules without a table
 
 
 def lower_score(rules: tuple[ScoreRule, ...], num_qo_heads: int, device: torch.device) -> LoweredScore:
     """The program of the score rules. [SCORE-ORDER, SCORE-HEAD]"""
-    codes: list[int] = []
+    codes: list[int | triton.JITFunction] = []
     params: list[tuple[float, ...]] = []
     reaches: list[tuple[int, int]] = []
     entries: list[float] = []
@@ -310,8 +329,13 @@ def lower_score(rules: tuple[ScoreRule, ...], num_qo_heads: int, device: torch.d
                 params.append((0.0,) * num_qo_heads)
                 reaches[-1] = (len(entries), len(tables[0]) // 2)
                 entries += [entry for table in tables for entry in table]
+            case CustomScore(score_fn, data):
+                codes.append(score_fn)
+                params.append((0.0,) * num_qo_heads)
+                reaches[-1] = (len(entries), len(data))
+                entries += data or (0.0,)  # a function without data has a pointer all the same
             case _:
-                limit = "must be Alibi, SoftCap or RelativeBias"
+                limit = "must be Alibi, SoftCap, RelativeBias or CustomScore"
                 raise PlanError("SCORE-ORDER", "score_rules", repr(rule), limit)
     return LoweredScore(
         codes=tuple(codes),
@@ -381,8 +405,11 @@ def apply_score_rules(
             q_place = (q_idx - origin).to(tl.float32)
             kv_place = (kv_idx - origin).to(tl.float32)
             scores += param[:, None] * (kv_place[None, :] - q_place[:, None])
-        else:
+        elif CODES[rule] == SOFT_CAP:
             scores = param[:, None] * tanh(scores * (1.0 / param)[:, None])
+        else:
+            data_ptr = score_tables_ptr + tl.load(score_reaches_ptr + 2 * rule)
+            scores = unit * CODES[rule](scores / unit, q_idx[:, None], kv_idx[None, :], heads[:, None], data_ptr)
     return scores
 
 

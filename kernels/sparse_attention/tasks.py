@@ -22,6 +22,17 @@ from attnconform.kernels.sparse_attention.candidates import (
     enumerate_runs,
 )
 from attnconform.kernels.sparse_attention.rules import LoweredMask
+from attnconform.kernels.sparse_attention.tuning import (
+    MAX_SPLITS,
+    MIN_TILES_PER_SPLIT,
+    PROGRAMS_PER_PROCESSOR,
+    SMALL_TILE_M,
+    Geometry,
+    TileShape,
+    choose_shape,
+    largest_tile_m,
+    merges_in_launch,
+)
 
 # Columns of the two tables, in order; the kernels load them by number.
 TASK_FIELDS = (
@@ -36,27 +47,9 @@ TASK_FIELDS = (
     "full_start",  # every row admits every key from here
     "full_end",  # up to here
     "partial",  # row of the workspace, -1 where the task writes the output itself
+    "merge",  # row of the merge table, -1 likewise
 )
-MERGE_FIELDS = ("q_start", "q_count", "head_start", "head_count", "first_partial", "num_partials")
-
-SMALL_TILE_M = 32
-LARGE_TILE_M = 256
-MIN_TILE_M = 16  # the least a tensor core takes
-PROGRAMS_PER_PROCESSOR = 2
-MIN_TILES_PER_SPLIT = 4
-MAX_SPLITS = 64
-
-
-@dataclass(frozen=True)
-class TileShape:
-    """What is compiled in: rows and heads of a tile, keys per step, and how the GPU runs them."""
-
-    tile_q: int  # query rows per tile
-    heads_per_tile: int
-    tile_m: int  # tile_q * heads_per_tile, padded to a power of two
-    tile_kv: int
-    num_warps: int
-    num_stages: int
+MERGE_FIELDS = ("q_start", "q_count", "head_start", "head_count", "first_partial", "num_partials", "request")
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,24 +62,9 @@ class Launch:
     partial_acc: Tensor  # (num_partials, tile_m, head_dim_vo) float32, not normalized
     partial_max: Tensor  # (num_partials, tile_m) float32, base 2
     partial_sum: Tensor  # (num_partials, tile_m) float32
+    # (num_merges,) int32, chunks of a tile that are done, 0 between runs; None where a launch of its own merges
+    tickets: Tensor | None
     prepared: dict[str, Any] = field(default_factory=dict)  # kernel launches, filled by the first run
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """What the shape of a tile depends on."""
-
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim_qk: int
-    head_dim_vo: int
-    element_size: int
-    sharing: str | None  # None: no lists
-    tile_kv: int | None
-    num_kv_splits: int | None
-    num_processors: int
-    has_score_rules: bool = False
-    is_quantized: bool = False  # either cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,8 +91,8 @@ def build_launches(
     window: int | None,
 ) -> tuple[Launch, ...]:
     """Work for blocks of few rows (decode) and of many (prefill) apart, so that neither pays for the other's tile."""
-    largest = _largest_tile_m(geometry)
-    heads = _heads_per_tile(geometry, largest)
+    largest = largest_tile_m(geometry)
+    heads = heads_per_tile(geometry, largest)
     is_small = (blocks.q_count * heads <= SMALL_TILE_M) | (largest <= SMALL_TILE_M)
     launches = []
     for chosen, cap in ((is_small, min(largest, SMALL_TILE_M)), (~is_small, largest)):
@@ -125,52 +103,11 @@ def build_launches(
     return tuple(launches)
 
 
-def _heads_per_tile(geometry: Geometry, largest_tile_m: int) -> int:
+def heads_per_tile(geometry: Geometry, most: int) -> int:
     """Heads of a group read the same keys, so they share a tile; a wide group is cut."""
     if geometry.sharing == "query_head":
         return 1
-    return min(geometry.num_qo_heads // geometry.num_kv_heads, 64, largest_tile_m)
-
-
-def _largest_tile_m(geometry: Geometry) -> int:
-    """As many rows as registers hold; float32 products have no tensor core and keep whole rows of q in registers."""
-    if geometry.element_size > 2:
-        return MIN_TILE_M
-    if max(geometry.head_dim_qk, geometry.head_dim_vo) > 128:
-        return LARGE_TILE_M // 4
-    # a rule's own values are as large as the scores, and would be spilled
-    return LARGE_TILE_M // 2 if geometry.has_score_rules or geometry.is_quantized else LARGE_TILE_M
-
-
-def choose_shape(max_rows: int, cap: int, heads: int, geometry: Geometry, num_blocks: int) -> TileShape:
-    """Tile sizes for `num_blocks` blocks of up to `max_rows` rows."""
-    tile_q = max(1, min(max_rows, cap // heads))
-    tile_m = max(MIN_TILE_M, 1 << (tile_q * heads - 1).bit_length())
-    is_wide = max(geometry.head_dim_qk, geometry.head_dim_vo) > 128
-    if geometry.element_size > 2:
-        tile_kv = geometry.tile_kv or 32
-        return TileShape(tile_q, heads, tile_m, tile_kv, num_warps=4 if tile_kv == 16 else 8, num_stages=1)
-    tile_kv = geometry.tile_kv or (32 if is_wide else 64)
-    # measured on an H200 over tile_kv, warps and stages; a decode tile is a stream of loads, and deep stages hide them
-    if tile_m <= SMALL_TILE_M:
-        tile_kv, num_warps, num_stages = _decode_shape(num_blocks * geometry.num_qo_heads // heads, is_wide, geometry)
-    else:
-        num_warps, num_stages = 8 if tile_m >= LARGE_TILE_M // 2 else 4, 2
-    return TileShape(tile_q, heads, tile_m, tile_kv, num_warps, num_stages)
-
-
-def _decode_shape(num_tiles: int, is_wide: bool, geometry: Geometry) -> tuple[int, int, int]:
-    """tile_kv, warps and stages of a decode tile, by how many tiles share the processors."""
-    if is_wide:
-        tile_kv, num_warps, num_stages = 32, 4, 3
-    elif num_tiles * 8 <= geometry.num_processors:
-        tile_kv, num_warps, num_stages = 64, 8, 4
-    elif num_tiles <= geometry.num_processors * PROGRAMS_PER_PROCESSOR:
-        tile_kv, num_warps, num_stages = 128, 4, 2
-    else:
-        # codes are half as many bytes, so that one more stage keeps as many in flight
-        tile_kv, num_warps, num_stages = 64, 2, 5 if geometry.is_quantized else 4
-    return geometry.tile_kv or tile_kv, num_warps, num_stages
+    return min(geometry.num_qo_heads // geometry.num_kv_heads, 64, most)
 
 
 def _build_tiles(
@@ -187,11 +124,11 @@ def _build_tiles(
     owner, start, q_count = cut_ranges(blocks.q_count[block], shape.tile_q)
     block = block[owner]
     q_start = blocks.q_start[block] + start
-    head_start, head_count, kv_head, list_head = _head_tiles(geometry, shape.heads_per_tile, block.device)
-    num_head_tiles = head_start.numel()
-    spans = _mask_spans(q_start, q_count, head_count, mask)
-    row_tile = torch.arange(block.numel(), device=block.device).repeat_interleave(num_head_tiles)
-    head_tile = torch.arange(num_head_tiles, device=block.device).repeat(block.numel())
+    head_start, head_count, kv_head, list_head = head_tiles(geometry, shape.heads_per_tile, block.device)
+    numhead_tiles = head_start.numel()
+    spans = mask_spans(q_start, q_count, head_count, mask)
+    row_tile = torch.arange(block.numel(), device=block.device).repeat_interleave(numhead_tiles)
+    head_tile = torch.arange(numhead_tiles, device=block.device).repeat(block.numel())
     # One row of spans serves all head tiles unless the mask tells heads apart.
     span_row = head_tile if mask.starts.shape[0] > 1 else torch.zeros_like(head_tile)
     kv_start, kv_end, full_start, full_end = (bound[span_row, row_tile] for bound in spans)
@@ -214,7 +151,7 @@ def _build_tiles(
     )
 
 
-def _head_tiles(geometry: Geometry, heads: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def head_tiles(geometry: Geometry, heads: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """First query head, head count, KV head and list head of every head tile."""
     group_size = geometry.num_qo_heads // geometry.num_kv_heads
     groups = torch.full((geometry.num_kv_heads,), group_size, device=device)
@@ -224,15 +161,15 @@ def _head_tiles(geometry: Geometry, heads: int, device: torch.device) -> tuple[T
     return head_start, count, kv_head, list_head
 
 
-def _mask_spans(
+def mask_spans(
     q_start: Tensor,
     q_count: Tensor,
-    head_count: Tensor,  # (num_head_tiles,)
+    head_count: Tensor,  # (numhead_tiles,)
     mask: LoweredMask,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Positions that some row and head of a tile may see (a hull), and a run that all of them may see.
 
-    (num_head_tiles, num_row_tiles), or (1, num_row_tiles) where heads see alike.
+    (numhead_tiles, num_row_tiles), or (1, num_row_tiles) where heads see alike.
     """
     owner, rank = enumerate_runs(q_count)
     rows = q_start[owner] + rank
@@ -288,18 +225,30 @@ def _cut_tasks(tiles: Tiles, shape: TileShape, geometry: Geometry) -> Launch:
         "full_start": torch.minimum(torch.maximum(tiles.full_start[tile], kv_start), kv_end),
         "full_end": torch.minimum(torch.maximum(tiles.full_end[tile], kv_start), kv_end),
         "partial": partial,
+        "merge": torch.where(is_chunk, (num_chunks > 1).cumsum(0)[tile] - 1, -1),
     }
     tasks = torch.stack([columns[name] for name in TASK_FIELDS], dim=1).int()
     longest_first = torch.argsort(kv_start - kv_end, stable=True)
-    num_partials = int(is_chunk.sum())
-    state = tasks.new_empty((num_partials, shape.tile_m), dtype=torch.float32)
+    return make_launch(
+        tasks[longest_first].contiguous(),
+        _merge_table(tiles, num_chunks),
+        shape,
+        int(is_chunk.sum()),
+        geometry.head_dim_vo,
+    )
+
+
+def make_launch(tasks: Tensor, merges: Tensor, shape: TileShape, num_partials: int, head_dim_vo: int) -> Launch:
+    """The tasks with a workspace row for each chunk."""
+    state = torch.empty((num_partials, shape.tile_m), dtype=torch.float32, device=tasks.device)
     return Launch(
         shape=shape,
-        tasks=tasks[longest_first].contiguous(),
-        merges=_merge_table(tiles, num_chunks),
-        partial_acc=state.new_empty((num_partials, shape.tile_m, geometry.head_dim_vo)),
+        tasks=tasks,
+        merges=merges,
+        partial_acc=state.new_empty((num_partials, shape.tile_m, head_dim_vo)),
         partial_max=state,
         partial_sum=torch.empty_like(state),
+        tickets=merges.new_zeros(len(merges)) if merges_in_launch(shape) else None,
     )
 
 
@@ -308,8 +257,9 @@ def _steps_per_task(num_steps: Tensor, shape: TileShape, geometry: Geometry) -> 
 
     Chunks of a tile are equally long but for the last.
     """
-    if geometry.num_kv_splits is not None:
-        num_chunks = torch.full_like(num_steps, geometry.num_kv_splits)
+    asked = geometry.num_kv_splits or geometry.choice.num_kv_splits
+    if asked is not None:
+        num_chunks = torch.full_like(num_steps, asked)
     else:
         num_programs = geometry.num_processors * PROGRAMS_PER_PROCESSOR
         # A prefill tile's partial state is large; only tiles far above the mean are worth cutting.
@@ -324,4 +274,5 @@ def _merge_table(tiles: Tiles, num_chunks: Tensor) -> Tensor:
     is_cut = num_chunks > 1
     first_partial = torch.where(is_cut, num_chunks, 0).cumsum(0) - num_chunks
     columns = [tiles.q_start, tiles.q_count, tiles.head_start, tiles.head_count, first_partial, num_chunks]
+    columns.append(tiles.request)
     return torch.stack([column[is_cut] for column in columns], dim=1).int().contiguous()

@@ -43,16 +43,16 @@ def test_every_refusal_that_is_claimed_comes_before_anything_is_written() -> Non
     backend = TritonKernels(DEVICE)
     states = {c.axes["refusal"]: judge_case(c, backend).state for c in matrix("L1") if c.operation == "refusal"}
     unclaimed = {name for name, state in states.items() if state == "UNSUPPORTED"}
-    # the kernels know no owners, no other policy for empty rows, and none of the features that these are about
+    # the kernels know no other policy for empty rows, and none of the features that these are about
     assert unclaimed == {
-        "foreign-page", "empty-row-refused", "rank-twice", "rank-of-a-window", "rank-without-bias", "head-base-outside",
+        "empty-row-refused", "rank-twice", "rank-of-a-window", "rank-without-bias", "head-base-outside",
         "rule-unknown", "score-rule-unknown", "rule-impure", "rotated-page-twice", "rotary-dim-odd",
         "rotary-dim-beyond", "activation-unknown",
     }  # fmt: skip
     assert {state for name, state in states.items() if name not in unclaimed} == {"REFUSED_OK"}
 
 
-@pytest.mark.parametrize("name", ["foreign-page", "empty-row-refused", "repeated-key-asked-for"])
+@pytest.mark.parametrize("name", ["empty-row-refused", "repeated-key-asked-for"])
 def test_what_a_plan_has_no_word_for_is_refused_by_the_adapter(name: str) -> None:
     clause, structure = REFUSALS[name]
     with pytest.raises(RefusedInput, match=clause):

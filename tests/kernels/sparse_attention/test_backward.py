@@ -16,22 +16,23 @@ import triton
 import triton.language as tl
 
 from attnconform.kernels.sparse_attention import (
+    BackwardHints,
     CandidateLists,
     Dropout,
+    Gradients,
     KVQuantization,
     Plan,
     PlanError,
-    plan,
-    run,
-)
-from attnconform.kernels.sparse_attention.backward import (
-    Gradients,
     backward,
-    prepare_rows,
+    plan,
+    plan_backward,
+    run,
     sparse_attention,
-    transpose_plan,
 )
-from attnconform.kernels.sparse_attention.backward_query import RowInputs, choose_step
+from attnconform.kernels.sparse_attention.backward import prepare_rows
+from attnconform.kernels.sparse_attention.backward_hints import MODES, KeyShape, QueryShape
+from attnconform.kernels.sparse_attention.backward_plan import BackwardPlan, allocate_buffers
+from attnconform.kernels.sparse_attention.backward_query import RowInputs
 from attnconform.kernels.sparse_attention.backward_scores import compute_score_gradients
 from attnconform.kernels.sparse_attention.backward_transpose import ABSENT, list_entries, tile_slots
 from attnconform.kernels.sparse_attention.rules import (
@@ -51,7 +52,6 @@ from attnconform.kernels.sparse_attention.rules import (
 from attnconform.reference.philox import philox4x32
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-MODES = ("atomic", "kv_centric")
 # Relative to the sum of absolute terms: three roundings to storage (dS or P, out, the result), and float32 chains,
 # which the size of the exponent multiplies.
 STORAGE = {torch.float32: 0.0, torch.float16: 3.1 * 2.0**-11, torch.bfloat16: 3.1 * 2.0**-8}
@@ -397,9 +397,17 @@ def to_tensors(case: Case, numbers: Numbers) -> Tensors:
     )
 
 
-def differentiate(case: Case, tensors: Tensors, *, the_plan: Plan | None = None, **options: object) -> Gradients:
+def work_of(the_plan: Plan, mode: str) -> BackwardPlan:
+    """With a threshold that some pages of these small cases reach."""
+    return plan_backward(the_plan, BackwardHints(mode=mode, reuse_threshold=3))
+
+
+def differentiate(
+    case: Case, tensors: Tensors, *, the_plan: Plan | None = None, mode: str = "kv_centric", **options: object
+) -> Gradients:
     """Forward, then backward."""
     the_plan = the_plan or make_plan(case)
+    options = {"work": work_of(the_plan, mode), **options}
     q, k, v, dout, dlse = tensors
     out, lse = run(the_plan, q, k, v)
     return backward(the_plan, q, k, v, out, lse, dout, **{"dlse": dlse, **options})
@@ -420,13 +428,14 @@ def check_gradients(case: Case, numbers: Numbers, got: Gradients) -> None:
         assert np.all(excess <= 0), f"{name}: {np.argwhere(~(excess <= 0))[:5].tolist()} off by {np.nanmax(excess)}"
 
 
-def check_case(case: Case) -> None:
-    """Both ways of summing dK and dV, from one forward."""
+def check_case(case: Case, *hints: BackwardHints) -> None:
+    """All gathered, and some of both, from one forward; everything added is some of both with nothing gathered."""
     numbers, the_plan = draw_numbers(case), make_plan(case)
     q, k, v, dout, dlse = to_tensors(case, numbers)
     out, lse = run(the_plan, q, k, v)
-    for mode in MODES:
-        got = backward(the_plan, q, k, v, out, lse, dout, dlse=dlse, mode=mode, score_gradients=True)
+    for hint in hints or (BackwardHints(), BackwardHints(mode="hybrid", reuse_threshold=3)):
+        work = plan_backward(the_plan, hint)
+        got = backward(the_plan, q, k, v, out, lse, dout, dlse=dlse, work=work, score_gradients=True)
         assert len(got.dscore) == len(case.score_rules)
         check_gradients(case, numbers, got)
 
@@ -572,14 +581,17 @@ def test_dropout_in_tiles_that_need_no_mask() -> None:
 @pytest.mark.parametrize("splits", [1, 3])
 def test_score_gradients_do_not_depend_on_slabs_or_splits(splits: int) -> None:
     """A workspace for one row at a time gives the bits of a workspace for all."""
-    case = draw_lists(replace(SPARSE, score_rules=RULES["every_rule"][1], num_kv_splits=splits, seed=37))
+    case = draw_lists(replace(SPARSE, score_rules=RULES["every_rule"][1], seed=37))
     numbers, the_plan = draw_numbers(case), make_plan(case)
     q, k, v, dout, dlse = to_tensors(case, numbers)
     out, lse = run(the_plan, q, k, v)
-    lse_log2, delta = prepare_rows(out, lse, dout, dlse)
-    inputs = RowInputs(q, k, v, dout, lse_log2, delta)
+    work = plan_backward(the_plan, BackwardHints(query_shape=QueryShape(16, 16, 4, 2), steps_per_task=4 // splits))
+    assert (sum(launch.num_partials for launch in work.launches) > 0) == (splits > 1)
+    buffers = allocate_buffers(the_plan, work)
+    prepare_rows(buffers, out, lse, dout, dlse)
+    inputs = RowInputs(q, k, v, dout, buffers.lse_log2, buffers.delta)
     whole, again, narrow = (
-        compute_score_gradients(the_plan, inputs, table_bytes=size) for size in (1 << 20, 1 << 20, 1)
+        compute_score_gradients(the_plan, work.launches, inputs, table_bytes=size) for size in (1 << 20, 1 << 20, 1)
     )
     for gradient, repeated, slabbed in zip(whole, again, narrow, strict=True):
         assert torch.equal(gradient, repeated)
@@ -631,11 +643,12 @@ def test_forward_splits_do_not_change_gradients(num_kv_splits: int) -> None:
     check_case(draw_lists(replace(SPARSE, num_kv_splits=num_kv_splits)))
 
 
-def test_the_rows_of_a_wide_task_are_cut_among_programs() -> None:
-    case = Case(seqlen_q=(67,), seqlen_kv=(70,), dtype=torch.bfloat16, mask_rule=Causal(), seed=10)
-    the_plan = make_plan(case)
-    assert any(choose_step(the_plan, launch).tile_m < launch.shape.tile_m for launch in the_plan.launches)
-    check_case(case)
+@pytest.mark.parametrize("query_shape", [QueryShape(16, 64, 4, 2), QueryShape(64, 16, 2, 1)])
+def test_tiles_of_the_backward_are_its_own(query_shape: QueryShape) -> None:
+    """Whatever tiles the forward has; and its chunks, which here end inside the causal diagonal."""
+    case = Case(seqlen_q=(37,), seqlen_kv=(40,), dtype=torch.bfloat16, mask_rule=Causal(), seed=10)
+    for steps in (None, 1):
+        check_case(case, BackwardHints(mode="atomic", query_shape=query_shape, steps_per_task=steps))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -675,9 +688,9 @@ def test_a_block_that_all_rows_select_receives_every_contribution() -> None:
 def test_a_hot_tile_cut_into_items_gives_the_same_gradients() -> None:
     case = hot_case()
     numbers, the_plan = draw_numbers(case), make_plan(case)
-    transposed = transpose_plan(the_plan, rows_per_item=8)
-    assert transposed.items.num_partials > 2
-    got = differentiate(case, to_tensors(case, numbers), the_plan=the_plan, transposed=transposed)
+    work = plan_backward(the_plan, BackwardHints(rows_per_item=8))
+    assert work.keys.items.num_partials > 2
+    got = differentiate(case, to_tensors(case, numbers), the_plan=the_plan, work=work)
     check_gradients(case, numbers, got)
 
 
@@ -696,12 +709,12 @@ def test_pairs_that_need_no_mask_are_found_and_give_the_same_gradients(kind: str
     elif kind == "scored":
         case = replace(case, score_rules=(Alibi((0.5, 0.25, 0.125, -0.3)),))
     numbers, the_plan = draw_numbers(case), make_plan(case)
-    transposed = transpose_plan(the_plan, tile_kv=16)
-    assert transposed.shape.is_packed == (kind in ("listed", "windowed"))
-    items = transposed.items
+    work = plan_backward(the_plan, BackwardHints(key_shape=KeyShape(16, 16, 4, 1)))
+    assert work.keys.pair_shape.is_packed == (kind in ("listed", "windowed"))
+    items = work.keys.items
     assert torch.any(items.item_full_begin < items.item_end)
     assert torch.any(items.item_full_begin > items.item_begin)
-    got = differentiate(case, to_tensors(case, numbers), the_plan=the_plan, transposed=transposed)
+    got = differentiate(case, to_tensors(case, numbers), the_plan=the_plan, work=work)
     check_gradients(case, numbers, got)
 
 
@@ -713,8 +726,8 @@ def test_tiles_of_the_transpose_do_not_change_gradients(tile_kv: int, tile_m: in
         Case(mask_rule=RULES["custom"][0]),
     ):
         numbers, the_plan = draw_numbers(case), make_plan(case)
-        transposed = transpose_plan(the_plan, tile_kv=tile_kv, tile_m=tile_m)
-        got = differentiate(case, to_tensors(case, numbers), the_plan=the_plan, transposed=transposed)
+        work = plan_backward(the_plan, BackwardHints(key_shape=KeyShape(tile_kv, tile_m, 4, 2)))
+        got = differentiate(case, to_tensors(case, numbers), the_plan=the_plan, work=work)
         check_gradients(case, numbers, got)
 
 
@@ -900,10 +913,10 @@ def test_kv_centric_gradients_repeat_bit_for_bit() -> None:
     for case in (hot_case(), draw_lists(replace(SPARSE, seed=27))):
         (q, k, v, dout, dlse), the_plan = to_tensors(case, draw_numbers(case)), make_plan(case)
         out, lse = run(the_plan, q, k, v)
-        transposed = transpose_plan(the_plan, rows_per_item=8)
-        options = [{"transposed": transposed}] * (1 if DEVICE.type == "cpu" else 20)
-        options.append({"transposed": transpose_plan(make_plan(case), rows_per_item=8)})
-        runs = [backward(the_plan, q, k, v, out, lse, dout, dlse=dlse, **option) for option in options]
+        hints = BackwardHints(rows_per_item=8)
+        works = [plan_backward(the_plan, hints)] * (1 if DEVICE.type == "cpu" else 20)
+        works.append(plan_backward(make_plan(case), hints))
+        runs = [backward(the_plan, q, k, v, out, lse, dout, dlse=dlse, work=work) for work in works]
         for again in runs[1:]:
             for gradient, want in zip(again[:3], runs[0][:3], strict=True):
                 assert torch.equal(gradient, want)
@@ -1011,9 +1024,13 @@ def test_what_does_not_fit_the_plan_is_refused_in_one_line() -> None:
         for wrong, part in ((tensor[:-1], "shape"), (tensor.double(), "dtype"), (tensor.to("meta"), "device")):
             with pytest.raises(PlanError, match=rf"^{name}\.{part} is [^\n]*$"):
                 backward(the_plan, **{**good, name: wrong})
-    with pytest.raises(PlanError, match=r"^mode is fast, but must be atomic or kv_centric"):
+    with pytest.raises(PlanError, match=r"^mode is fast, but must be atomic, hybrid or kv_centric"):
         backward(the_plan, **good, mode="fast")
+    with pytest.raises(PlanError, match=r"^mode is atomic, but the work was planned for hybrid"):
+        backward(the_plan, **good, mode="atomic", work=work_of(the_plan, "hybrid"))
     with pytest.raises(PlanError, match=r"^sink_logits is "):
         sparse_attention(the_plan, q, k, v, sink_logits=torch.ones(4, device=DEVICE))
-    with pytest.raises(ValueError, match=r"^tile_kv is 24, but must be a power of two"):
-        transpose_plan(the_plan, tile_kv=24)
+    with pytest.raises(PlanError, match=r"^key_shape.tile_kv is 24, but must be a power of two from 16 up"):
+        BackwardHints(key_shape=KeyShape(24, 16, 4, 2))
+    with pytest.raises(PlanError, match=r"^reuse_threshold is 0, but must be at least 1"):
+        BackwardHints(mode="hybrid", reuse_threshold=0)

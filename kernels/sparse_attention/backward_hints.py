@@ -1,0 +1,112 @@
+"""Every choice of the backward that only speed depends on: mode, tiles, warps, workspace. None of them moves an edge.
+
+A field of `BackwardHints` that is None is decided here, from the shape of the plan. Warps and stages were measured on
+one H200; the bench's suite `backward` times what stands beside them. The numbers of programs wanted are constants and
+no property of the device, since the order in which parts are summed must not depend on where they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from attnconform.kernels.sparse_attention.errors import PlanError
+from attnconform.kernels.sparse_attention.plan import Plan
+
+Mode = Literal["atomic", "hybrid", "kv_centric"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+REPEATABLE_MODES: tuple[Mode, ...] = ("kv_centric",)  # bit for bit, whatever the order of programs
+
+MIN_TILE = 16  # the least a tensor core takes
+SMALL_TILE_M = 32  # decode: rows times heads of a block that is a stream of keys
+MAX_TILE_KV = 64
+NUM_TASKS_WANTED = 1024
+MIN_STEPS_PER_TASK = 16
+MAX_CHUNKS = 64
+NUM_ITEMS_WANTED = 1024
+MIN_ROWS_PER_ITEM = 4096
+PARTS_AT_ONCE = 8  # parts of a sum that are read together and added as a tree
+PART_BYTES = 64 << 20  # of dK and dV, at most, that wait for their sum
+TABLE_BYTES = 64 << 20  # of the rows' own bias tables at a time
+REUSE_THRESHOLD = 16  # adds that may meet at a page before it is gathered instead
+
+
+class QueryShape(NamedTuple):
+    """Of a query-centric program: rows times heads, keys per step, and how the GPU runs them."""
+
+    tile_m: int
+    tile_kv: int
+    num_warps: int
+    num_stages: int
+
+
+class KeyShape(NamedTuple):
+    """Of a KV-centric program: slots, rows times heads per step, and how the GPU runs them."""
+
+    tile_kv: int
+    tile_m: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardHints:
+    """How dK and dV are summed and how the work is cut."""
+
+    mode: Mode = "kv_centric"
+    reuse_threshold: int = REUSE_THRESHOLD  # hybrid: pages where so many adds would meet are gathered per slot
+    query_shape: QueryShape | None = None
+    key_shape: KeyShape | None = None
+    steps_per_task: int | None = None  # of a query tile's keys; None: so that no task is much longer than others
+    rows_per_item: int | None = None  # of a slot tile's readers; None: likewise
+    part_bytes: int = PART_BYTES  # what parts of dK and dV may take; items are longer where they would take more
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise PlanError("SAFE-SHAPE", "mode", self.mode, f"must be {', '.join(MODES[:-1])} or {MODES[-1]}")
+        for name, shape in (("query_shape", self.query_shape), ("key_shape", self.key_shape)):
+            _check_tiles(name, shape)
+        for name in ("reuse_threshold", "steps_per_task", "rows_per_item", "part_bytes"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise PlanError("SAFE-SHAPE", name, size, "must be at least 1")
+
+
+def _check_tiles(name: str, shape: QueryShape | KeyShape | None) -> None:
+    for field in ("tile_m", "tile_kv") if shape else ():
+        size = getattr(shape, field)
+        if size < MIN_TILE or size & (size - 1):
+            raise PlanError("SAFE-SHAPE", f"{name}.{field}", size, f"must be a power of two from {MIN_TILE} up")
+
+
+def choose_query_shape(plan: Plan, lanes: int, *, is_added: bool) -> QueryShape:
+    """For blocks of up to `lanes` rows times heads: a step holds K and V, two score tiles and dQ.
+
+    Where dK and dV are added it holds those too, and with 64 keys would spill: as compiled for sm_90 by Triton 3.6,
+    560 bytes at 128 rows and 2,104 at 16, against 12 and none with 32 keys.
+    """
+    # float32 products run without tensor cores, from registers, so that a float counts twice.
+    held = _widest_dim(plan) * plan.dtype.itemsize**2 // 4
+    tile_m, tile_kv = (128, 64) if held <= 128 else (64, 32) if held <= 256 else (32, 16)
+    # A float32 tile of few rows holds its queries in registers whole.
+    tile_m = min(tile_m, MIN_TILE) if plan.dtype.itemsize > 2 else tile_m
+    tile_m = max(MIN_TILE, min(tile_m, 1 << (lanes - 1).bit_length()))
+    is_large = tile_m > 64 or plan.dtype.itemsize > 2
+    num_warps = 8 if is_large else 4 if tile_m > 32 else 2
+    if is_added:
+        tile_kv, num_warps = min(tile_kv, 32), max(num_warps, 4)
+    return QueryShape(tile_m, tile_kv, num_warps, 2)
+
+
+def choose_key_shape(plan: Plan, run: int, is_packed: bool = False) -> KeyShape:
+    """Slots as wide as `run` neighbouring ones are selected together, and as registers allow."""
+    is_small = _widest_dim(plan) <= 128 and plan.dtype.itemsize <= 2
+    tile_kv = min(run, MAX_TILE_KV)
+    tile_kv = max(MIN_TILE, tile_kv if is_small else tile_kv // 2)
+    tile_m = 16 if plan.device.type == "cpu" else 64 if is_small else 32
+    return KeyShape(tile_kv, tile_m, 8 if plan.dtype.itemsize > 2 else 4, 1 if is_packed else 2)
+
+
+def _widest_dim(plan: Plan) -> int:
+    """The larger head dimension, as a power of two that a tensor core takes."""
+    return max(MIN_TILE, 1 << (max(plan.head_dim_qk, plan.head_dim_vo) - 1).bit_length())

@@ -1,0 +1,71 @@
+"""Launches that repeat on the same tensors, replayed as one CUDA graph.
+
+A step of a few short kernels takes the host longer than the GPU. From the second call with the same tensors on, all of
+its launches are one. Tensors are known by identity, and those of a graph are kept alive with it, so that no other
+tensor can be taken for them; their numbers may change, their storage must not be swapped or resized. [PLAN-REPLAY]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+MAX_GRAPHS = 32
+
+Tensors = tuple[Tensor | None, ...]
+
+
+class Replayable(Protocol):
+    """Captured launches."""
+
+    def replay(self) -> None: ...
+
+
+def capture_cuda_graph(launch: Callable[[], None]) -> Replayable:
+    """The launches of a call, captured and not run."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    return graph
+
+
+class GraphCache:
+    """Graphs by the tensors of a call; the first call of any tensors launches, and so compiles what must be."""
+
+    def __init__(self, capture: Callable[[Callable[[], None]], Replayable] = capture_cuda_graph) -> None:
+        self.capture = capture
+        self.seen: dict[tuple[int, ...], tuple[Tensors, Replayable | None]] = {}
+        self.num_captures = 0
+
+    def call(self, tensors: Tensors, launch: Callable[[], None]) -> None:
+        """Runs `launch`, which reads and writes no other tensors of the caller's than these."""
+        key = tuple(map(id, tensors))
+        known = self.seen.get(key)
+        if known is None:
+            launch()
+            self._keep(key, tensors, None)
+        elif known[1] is None:
+            graph = self.capture(launch)
+            self.num_captures += 1
+            self._keep(key, tensors, graph)
+            graph.replay()
+        else:
+            known[1].replay()
+
+    def _keep(self, key: tuple[int, ...], tensors: Tensors, graph: Replayable | None) -> None:
+        """Remembers a call; the one seen first goes where there are too many."""
+        self.seen.pop(key, None)
+        if len(self.seen) == MAX_GRAPHS:
+            del self.seen[next(iter(self.seen))]
+        self.seen[key] = (tensors, graph)
+
+
+def call_or_replay(graphs: GraphCache, device: torch.device, tensors: Tensors, launch: Callable[[], None]) -> None:
+    """Through the graphs where there is a GPU and no caller captures a graph of its own."""
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        graphs.call(tensors, launch)
+    else:
+        launch()

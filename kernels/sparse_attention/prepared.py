@@ -1,0 +1,36 @@
+"""A kernel launch whose grid and plan arguments are fixed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import triton
+from torch import Tensor
+
+from attnconform.kernels.sparse_attention.numerics import IS_INTERPRETED
+
+
+class PreparedLaunch:
+    """A kernel whose grid and plan arguments are fixed, called with the tensors of one run.
+
+    Triton looks at every argument of every call to find the compiled kernel, which takes longer than a short kernel
+    runs. All it could find different between two runs of a plan are the strides and the alignment of the run's tensors.
+    """
+
+    def __init__(
+        self, kernel: triton.JITFunction, grid: tuple[int, int, int], fixed: dict[str, object], options: dict[str, int]
+    ) -> None:
+        self.kernel, self.grid, self.fixed, self.options = kernel, grid, fixed, options
+        assert kernel.arg_names[-len(fixed) :] == list(fixed)
+        self.fixed_values = tuple(fixed.values())
+        self.compiled: dict[object, Callable[..., None]] = {}
+
+    def __call__(self, tensors: tuple[Tensor | None, ...], strides: tuple[tuple[int | None, ...] | None, ...]) -> None:
+        key = (strides, *[None if tensor is None else tensor.data_ptr() % 16 for tensor in tensors])
+        runner = self.compiled.get(key)
+        if runner is not None:
+            runner(*tensors, *strides, *self.fixed_values)
+            return
+        compiled = self.kernel[self.grid](*tensors, *strides, **self.fixed, **self.options)
+        if not IS_INTERPRETED:
+            self.compiled[key] = compiled[self.grid]

@@ -1,0 +1,218 @@
+"""Every choice that only speed depends on: tiles, warps, stages, splits, programs of the index. None moves an answer.
+
+Figures beside a choice are from one H200. A measured choice of one shape and one machine comes as a `Choice`, from
+`autotune`; what it leaves open, and every call without one, is decided here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+MIN_TILE_M = 16  # the least a tensor core takes
+SMALL_TILE_M = 32  # decode: up to here a tile is a stream of loads
+LARGE_TILE_M = 256
+
+PROGRAMS_PER_PROCESSOR = 2
+MIN_TILES_PER_SPLIT = 4
+MAX_SPLITS = 64
+MAX_TIER_SPLITS = 64
+
+# the merge of a tile's chunks by its last program: lanes and chunks read at once
+MERGE_REGISTERS = 64  # of a thread, for what is read at once
+MERGE_SPLITS = 16
+MERGE_LAUNCH_SPLITS = 8  # where a launch of its own merges, a lane a program
+
+# The index of a tier. At 8 warps and 1,024 entries a program takes 48 registers a thread, so that 512 lists are one
+# wave of an H200's 132 processors; with 2,048 it takes 79, and they are two.
+INDEX_STEP = 1024  # entries or tokens a program handles at once
+INDEX_WARPS = 8
+TILE_WORDS, LONG_TILE_WORDS = 128, 512  # bitmap words read at once, 32 ids each
+MAX_INDEX_PARTS = 16
+MIN_TOKENS_PER_PART = 256
+
+GATHER_ENTRIES = 32  # entries of lists that a program copies
+
+# block masks
+BLOCK_COLUMNS = 256  # columns of a row that a program handles at once
+BLOCK_ELEMENTS = 1 << 12  # elements of a block looked at at once
+BLOCK_WARPS = 8
+
+# rows that may share a union tile, and what decides between them: reading a byte against multiplying
+UNION_ROWS = (1, 2, 4, 8)
+UNION_TILE_KV = 64
+LARGEST_UNION_TILE_M = 128
+L2_BYTES_PER_SECOND = 5.5e12
+FLOPS_PER_SECOND = 4.0e14
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """What is compiled in: rows and heads of a tile, keys per step, and how the GPU runs them."""
+
+    tile_q: int  # query rows per tile
+    heads_per_tile: int
+    tile_m: int  # tile_q * heads_per_tile, padded to a power of two
+    tile_kv: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A measured choice; None leaves a field to this module."""
+
+    tile_kv: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+    num_kv_splits: int | None = None
+
+
+NO_CHOICE = Choice()
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What the shape of a tile depends on."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_vo: int
+    element_size: int
+    sharing: str | None  # None: no lists
+    tile_kv: int | None
+    num_kv_splits: int | None
+    num_processors: int
+    has_score_rules: bool = False
+    is_quantized: bool = False  # either cache
+    choice: Choice = NO_CHOICE
+
+    @property
+    def head_dim(self) -> int:
+        """The larger of the two."""
+        return max(self.head_dim_qk, self.head_dim_vo)
+
+
+def largest_tile_m(geometry: Geometry) -> int:
+    """As many rows as registers hold; float32 products have no tensor core and keep whole rows of q in registers."""
+    if geometry.element_size > 2:
+        return MIN_TILE_M
+    if geometry.head_dim > 128:
+        return LARGE_TILE_M // 4
+    # a rule's own values are as large as the scores, and would be spilled
+    return LARGE_TILE_M // 2 if geometry.has_score_rules or geometry.is_quantized else LARGE_TILE_M
+
+
+def choose_shape(max_rows: int, cap: int, heads: int, geometry: Geometry, num_blocks: int) -> TileShape:
+    """Tile sizes for `num_blocks` blocks of up to `max_rows` rows."""
+    tile_q = max(1, min(max_rows, cap // heads))
+    tile_m = max(MIN_TILE_M, 1 << (tile_q * heads - 1).bit_length())
+    num_tiles = num_blocks * geometry.num_qo_heads // heads
+    tile_kv, num_warps, num_stages = _steps(tile_m, num_tiles, geometry)
+    shape = TileShape(tile_q, heads, tile_m, geometry.tile_kv or tile_kv, num_warps, num_stages)
+    return apply_choice(shape, geometry.choice)
+
+
+def apply_choice(shape: TileShape, choice: Choice) -> TileShape:
+    """The shape with what was measured in place of what was guessed."""
+    measured = {name: getattr(choice, name) for name in ("tile_kv", "num_warps", "num_stages")}
+    return replace(shape, **{name: value for name, value in measured.items() if value is not None})
+
+
+def _steps(tile_m: int, num_tiles: int, geometry: Geometry) -> tuple[int, int, int]:
+    """tile_kv, warps and stages, measured over all three; a decode tile is a stream of loads, and deep stages hide
+    them."""
+    if geometry.element_size > 2:
+        tile_kv = geometry.tile_kv or (32 if geometry.head_dim <= 256 else 16)
+        return tile_kv, 4 if tile_kv == 16 else 8, 1
+    if geometry.head_dim > 256:
+        # K and V of one step are 68 KiB in shared memory at 576 and 512
+        return 32, 4 if tile_m <= SMALL_TILE_M else 8, 2
+    if tile_m <= SMALL_TILE_M:
+        return _decode_steps(num_tiles, geometry)
+    return 32 if geometry.head_dim > 128 else 64, 8 if tile_m >= LARGE_TILE_M // 2 else 4, 2
+
+
+def _decode_steps(num_tiles: int, geometry: Geometry) -> tuple[int, int, int]:
+    """tile_kv, warps and stages of a decode tile, by how many tiles share the processors."""
+    if geometry.head_dim > 128:
+        return 32, 4, 3
+    if num_tiles * 8 <= geometry.num_processors:
+        return 64, 8, 4
+    if num_tiles <= geometry.num_processors * PROGRAMS_PER_PROCESSOR:
+        return 128, 4, 2
+    # codes are half as many bytes, so that one more stage keeps as many in flight
+    return 64, 2, 5 if geometry.is_quantized else 4
+
+
+def union_tile_m(geometry: Geometry) -> int:
+    """The largest union tile, in rows times heads."""
+    return min(LARGEST_UNION_TILE_M, largest_tile_m(geometry))
+
+
+def choose_union_shape(rows: int, heads: int, geometry: Geometry) -> TileShape:
+    """The tile of `rows` rows whose lists are united."""
+    tile_m = max(MIN_TILE_M, power_of_two_from(rows * heads))
+    tile_kv = geometry.tile_kv or (UNION_TILE_KV if geometry.head_dim <= 128 and geometry.element_size == 2 else 16)
+    shape = TileShape(rows, heads, tile_m, tile_kv, num_warps=8 if tile_m >= 128 else 4, num_stages=3)
+    return apply_choice(shape, geometry.choice)
+
+
+def union_cost(num_entries: int, rows: int, heads: int, geometry: Geometry) -> float:
+    """Seconds of a block's token in every union, up to a factor that all row counts share."""
+    dims = geometry.head_dim_qk + geometry.head_dim_vo
+    tile_m = max(MIN_TILE_M, power_of_two_from(rows * heads))
+    read = dims * geometry.element_size / L2_BYTES_PER_SECOND
+    return num_entries * max(read, 2 * tile_m * dims / FLOPS_PER_SECOND)
+
+
+def merges_in_launch(shape: TileShape) -> bool:
+    """Whether the last program of a cut tile merges its chunks, so that no launch follows.
+
+    A decode tile has few rows, whose merge is over before another launch would have begun; the rows of a prefill tile
+    are merged sooner by many programs.
+    """
+    return shape.tile_m <= SMALL_TILE_M
+
+
+def lanes_of_merge(head_dim_vo: int, num_warps: int) -> int:
+    """Rows of a tile merged at once, so that their states stay in registers."""
+    elements = MERGE_REGISTERS * 32 * num_warps // MERGE_SPLITS
+    return max(1, min(4, elements // power_of_two_from(head_dim_vo)))
+
+
+def count_tier_splits(num_tiles: int, capacity: int, shape: TileShape, geometry: Geometry) -> int:
+    """As asked, or so that all processors are busy and no chunk is a few steps only. [MERGE-SPLIT]"""
+    asked = geometry.num_kv_splits or geometry.choice.num_kv_splits
+    if asked is not None:
+        return asked
+    wanted = -(-geometry.num_processors * PROGRAMS_PER_PROCESSOR // num_tiles)
+    most = capacity // (shape.tile_kv * MIN_TILES_PER_SPLIT)
+    return max(1, min(wanted, most, MAX_TIER_SPLITS))
+
+
+@dataclass(frozen=True)
+class IndexShape:
+    """What is compiled into the index of a tier, and its programs a list."""
+
+    parts: int
+    step: int
+    tile_words: int
+    num_warps: int
+
+
+def choose_index_shape(num_lists: int, capacity: int, num_words: int, num_processors: int) -> IndexShape:
+    """Few lists are shared out among programs; a long bitmap is read in larger tiles."""
+    parts = min(num_processors // num_lists, capacity // MIN_TOKENS_PER_PART, MAX_INDEX_PARTS)
+    tile_words = TILE_WORDS if num_words <= TILE_WORDS else LONG_TILE_WORDS
+    return IndexShape(
+        parts=max(1, parts),
+        step=min(INDEX_STEP, power_of_two_from(max(capacity, 32))),
+        tile_words=min(tile_words, power_of_two_from(num_words)),
+        num_warps=INDEX_WARPS,
+    )
+
+
+def power_of_two_from(size: int) -> int:
+    """The least power of two that is at least `size`."""
+    return 1 << max(size - 1, 0).bit_length()

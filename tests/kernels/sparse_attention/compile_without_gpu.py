@@ -1,0 +1,101 @@
+"""Compiles the backward's kernels for a GPU that is not there, and prints the name of each: what no interpreter sees.
+
+A process of its own: once Triton interprets, it compiles no more. Nothing is launched.
+"""
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from attnconform.kernels.sparse_attention import BackwardHints, backward, plan, plan_backward
+from attnconform.kernels.sparse_attention.backward_hints import KeyShape, QueryShape
+from attnconform.kernels.sparse_attention.rules import Alibi, Causal, CustomScore, RelativeBias, SoftCap
+
+ROWS, HEADS, KV_HEADS, DIM, PAGE = 64, 4, 2, 32, 16
+
+
+class Target:
+    """What Triton asks of a driver before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def compile_only(run: Callable) -> Callable:
+    """A call of a kernel that ends where it would be launched."""
+
+    def compiled(self: JITFunction, *args: object, grid: object, warmup: bool, **options: object) -> object:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        print("compiled", self.fn.__name__, flush=True)
+        return kernel
+
+    return compiled
+
+
+@triton.jit
+def scale(scores, q_idx, kv_idx, heads, data_ptr):
+    return scores * tl.load(data_ptr)
+
+
+@triton.jit
+def scale_slope(scores, q_idx, kv_idx, heads, data_ptr):
+    return tl.zeros_like(scores) + tl.load(data_ptr)
+
+
+@triton.jit
+def scale_by_data(scores, q_idx, kv_idx, heads, data_ptr, ENTRY: tl.constexpr):
+    return scores
+
+
+PLAIN_STEP = 3
+
+
+@triton.jit
+def reads_a_plain_global(out_ptr):
+    """What the interpreter takes and the compiler does not."""
+    tl.store(out_ptr, PLAIN_STEP)
+
+
+def compile_backward() -> None:
+    """Every rule, dropout-free, in the mode that has every kernel; tiles so small that it takes seconds."""
+    rules = [
+        Alibi((0.1,) * HEADS), CustomScore(scale, (2.0,), scale_slope, scale_by_data), SoftCap(20.0),
+        RelativeBias(((0.0,) * 5,) * HEADS),
+    ]  # fmt: skip
+    the_plan = plan(
+        qo_indptr=[0, ROWS], seqlen_kv=[ROWS], page_table=torch.arange(ROWS // PAGE).int()[None], page_size=PAGE,
+        num_pages=ROWS // PAGE, num_qo_heads=HEADS, num_kv_heads=KV_HEADS, head_dim_qk=DIM, head_dim_vo=DIM,
+        sm_scale=0.1, dtype=torch.bfloat16, device="cpu", mask_rule=Causal(), score_rules=rules,
+    )  # fmt: skip
+    hints = BackwardHints(
+        mode="hybrid", reuse_threshold=5, rows_per_item=16, steps_per_task=1, query_shape=QueryShape(16, 16, 4, 1),
+        key_shape=KeyShape(16, 16, 4, 1),
+    )  # fmt: skip
+    q = torch.zeros(ROWS, HEADS, DIM, dtype=torch.bfloat16)
+    k, v = (torch.zeros(ROWS // PAGE, PAGE, KV_HEADS, DIM, dtype=torch.bfloat16) for _ in range(2))
+    lse = torch.zeros(ROWS, HEADS)
+    backward(the_plan, q, k, v, q, lse, q, dlse=lse, work=plan_backward(the_plan, hints), score_gradients=True)
+
+
+if __name__ == "__main__":
+    driver.set_active(Target())
+    JITFunction.run = compile_only(JITFunction.run)
+    compile_backward()
+    try:
+        reads_a_plain_global[(1,)](torch.zeros(1))
+    except triton.CompilationError:
+        print("refused reads_a_plain_global")
