@@ -1,6 +1,7 @@
-"""Do two runs of one version agree? Their medians may differ by no more than the events of one run do."""
+"""Do two runs of one version agree? Their blocks must overlap: no stage of one is faster in all of them."""
 
 from attnconform.conformance.bench.row import BenchReport
+from attnconform.conformance.bench.timing import Quantiles
 
 
 def check_comparable(earlier: BenchReport, now: BenchReport) -> None:
@@ -14,15 +15,17 @@ def check_comparable(earlier: BenchReport, now: BenchReport) -> None:
 
 
 def disagreements(earlier: BenchReport, now: BenchReport) -> list[str]:
-    """A line for every row that both have and that moved farther than its spread."""
+    """A line for every row that both have and whose blocks lie apart."""
     check_comparable(earlier, now)
     before = {row.key: row for row in earlier.rows}
     lines = []
     for row in now.rows:
         old = before.get(row.key)
         if old is not None and not row.time.agrees_with(old.time):
-            lines.append(
-                f"{row.key}: {old.time.median:.1f} us, now {row.time.median:.1f} us by the {row.clock}'s clock, spread "
-                f"{old.time.spread:.0%} and {row.time.spread:.0%}"
-            )
+            lines.append(f"{row.key}: {told(old.time)}, now {told(row.time)} by the {row.clock}'s clock")
     return lines
+
+
+def told(time: Quantiles) -> str:
+    """A median with the medians of its fastest and its slowest block."""
+    return f"{time.median:.1f} us ({time.low:.1f} to {time.high:.1f})"

@@ -1,4 +1,8 @@
-"""Suite backward: gradients of long prompts and of chosen blocks; its parts, its two modes, and their repeat spread."""
+"""Suite backward: gradients of long prompts, chosen blocks and a hot page, in every mode, whole and in parts.
+
+A row is a mode of a subject; its `kernels` are its parts, each timed by itself: planning and transposition, clearing,
+dQ, dK and dV, reduction, rounding. Repeats of a mode are compared bit by bit, and the modes with each other.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,100 +10,113 @@ from typing import Any
 import torch
 from msgspec.structs import replace as replaced
 
-from attnconform.conformance.bench.bundled import path_of
+from attnconform.conformance.bench.backward_parts import TRANSPOSE, OurBackward, time_parts, time_whole
+from attnconform.conformance.bench.backward_subjects import Subject, subjects
 from attnconform.conformance.bench.figures import Figures, plan_figures
 from attnconform.conformance.bench.honesty import relative_error
-from attnconform.conformance.bench.kernel_times import look_inside
 from attnconform.conformance.bench.machine import Machine
 from attnconform.conformance.bench.options import BenchOptions
-from attnconform.conformance.bench.peers.flex_backward import flex_backward
 from attnconform.conformance.bench.peers.peer import time_peer
-from attnconform.conformance.bench.peers.sdpa_backward import sdpa_backward
-from attnconform.conformance.bench.prefill import OurPrefill
-from attnconform.conformance.bench.prefill_work import PrefillWork, make_inputs, works
-from attnconform.conformance.bench.row import BenchRow
-from attnconform.conformance.bench.timing import Call, measure
+from attnconform.conformance.bench.row import BenchRow, Peer
+from attnconform.conformance.bench.timing import measure
 
-MODES = ("kv_centric", "atomic")
-PEERS = {"flex": flex_backward, "sdpa": sdpa_backward}
-NAMED = ("window 4096", "causal")  # beginnings of the prompts whose backward is timed
-
-
-def chosen_works(machine: Machine) -> list[PrefillWork]:
-    """One window without further rules, and one causal batch."""
-    plain = [w for w in works(machine) if not (w.documents or w.alibi or w.soft_cap)]
-    return [w for w in plain if w.name.removeprefix("tiny ").startswith(NAMED)]
+DETERMINISTIC, REPEATS = "kv_centric", 20
 
 
 def backward_rows(machine: Machine, options: BenchOptions) -> Iterator[BenchRow]:
-    """Both modes of every prompt."""
-    for work in chosen_works(machine):
-        yield from work_rows(work, machine, options)
+    """Every mode of every subject."""
+    for make in subjects(machine):
+        yield from subject_rows(make(), machine, options)
         machine.release()
 
 
-def work_rows(work: PrefillWork, machine: Machine, options: BenchOptions) -> Iterator[BenchRow]:
-    """Gradients by either mode, the transposition that one of them needs, and the peer's gradients."""
-    from attnconform.kernels.sparse_attention import backward, transpose_plan
+def subject_rows(subject: Subject, machine: Machine, options: BenchOptions) -> Iterator[BenchRow]:
+    """The deterministic mode first, which the others' gradients are compared with, and beside it the peer."""
+    from attnconform.kernels.sparse_attention.backward_hints import MODES, BackwardHints
 
-    forward = OurPrefill(work, make_inputs(work, machine))
-    forward.run()
-    dout = torch.randn_like(forward.out)
-    transposed = transpose_plan(forward.plan)
-    gradients: dict[str, Any] = {}
-
-    def call_of(mode: str) -> Call:
-        def call() -> None:
-            saved = (*forward.inputs, forward.out, forward.lse, dout)
-            gradients[mode] = backward(
-                forward.plan, *saved, mode=mode, transposed=transposed if mode == "kv_centric" else None
-            )
-
-        return call
-
-    calls = {f"backward {mode}": call_of(mode) for mode in MODES}
-    calls["transpose"] = lambda: transpose_plan(forward.plan)
-    samples = {stage: measure(call, machine, seconds=options.seconds) for stage, call in calls.items()}
-    spreads = {mode: repeat_spread(call_of(mode), gradients, mode) for mode in MODES}
-    agreement = max(relative_error(a, b.float()) for a, b in zip(*(gradients[m][:3] for m in MODES), strict=True))
-    peers, build = {}, PEERS.get(options.peer or "")
-    if build is not None:
-        peers = time_peer(
-            options.peer or "", lambda: build(work, forward.inputs, dout, machine), machine,
-            (gradients["kv_centric"].dq, None), seconds=options.seconds,
-        )  # fmt: skip
-    figures = backward_figures(work, forward, machine)
-    for stage, taken in samples.items():
-        mode = stage.removeprefix("backward ")
-        yield BenchRow(
-            suite="backward",
-            phase="prefill",
-            work=work.name,
-            stage=stage,
-            ours=taken.timing,
-            figures=replaced(figures if mode in MODES else Figures(), recompiles=taken.recompiles),
-            peer=peers.get("backward", peers.get("")) if mode == "kv_centric" else None,
-            error=agreement if mode in MODES else None,
-            path=path_of(forward.plan) + (f", repeats differ by {spreads[mode]:.1e}" if mode in spreads else ""),
-            kernels=look_inside([calls[stage]], machine).kernels,
-        )
+    want: Any = None
+    for mode in sorted(MODES, key=lambda mode: mode != DETERMINISTIC):
+        ours = OurBackward(subject, BackwardHints(mode=mode))
+        ours.run()
+        want = want or ours.gradients
+        error = max(relative_error(a, b.float()) for a, b in zip(ours.gradients[:3], want[:3], strict=True))
+        peer = peer_of(subject, ours, machine, options) if mode == DETERMINISTIC else None
+        yield mode_row(ours, machine, options, error=error, peer=peer)
+        if mode == DETERMINISTIC:
+            yield planning_row(ours, machine)
 
 
-def repeat_spread(call: Call, gradients: dict[str, Any], mode: str) -> float:
-    """How far apart two runs of one mode are, the worst of its gradients; 0 where it repeats bit for bit."""
-    call()
-    first = [x.clone() for x in gradients[mode][:3]]
-    call()
-    return max(relative_error(a, b.float()) for a, b in zip(first, gradients[mode][:3], strict=True))
-
-
-def backward_figures(work: PrefillWork, forward: OurPrefill, machine: Machine) -> Figures:
-    """Five products where the forward has two; everything it reads, twice, and the gradients."""
-    figures = plan_figures(
-        forward.plan,
-        processors=machine.processors,
-        lengths=work.row_lengths.numpy(),
-        edges=work.edges * work.num_qo_heads,
-        bytes_ideal=2 * work.bytes,
+def mode_row(
+    ours: OurBackward, machine: Machine, options: BenchOptions, *, error: float, peer: Peer | None
+) -> BenchRow:
+    """One mode, whole and in parts."""
+    subject = ours.subject
+    taken = time_whole(ours, machine, options.seconds)
+    repeats = repeat_spread(ours, REPEATS if machine.is_real else 2)
+    return BenchRow(
+        suite="backward",
+        phase="prefill",
+        work=subject.name,
+        stage=f"backward {ours.hints.mode}",
+        ours=taken.timing,
+        figures=replaced(backward_figures(ours, machine), recompiles=taken.recompiles),
+        peer=peer,
+        error=error,
+        path=f"{ours.path}; {repeats}",
+        kernels=time_parts(ours, machine, options.seconds),
     )
-    return replaced(figures, flops_useful=figures.flops_useful * 5 // 2, flops_executed=figures.flops_executed * 5 // 2)
+
+
+def planning_row(ours: OurBackward, machine: Machine) -> BenchRow:
+    """What a layer pays once for a plan: task tables and the transposition."""
+    return BenchRow(
+        suite="backward",
+        phase="prefill",
+        work=ours.subject.name,
+        stage=TRANSPOSE,
+        ours=measure(ours.make_work, machine, seconds=0.2).timing,
+        figures=Figures(),
+        path=ours.path,
+    )
+
+
+def peer_of(subject: Subject, ours: OurBackward, machine: Machine, options: BenchOptions) -> Peer | None:
+    """The peer's gradients of the same forward; None where it was not asked for, or does not take the subject."""
+    build = subject.peers.get(options.peer or "")
+    if build is None:
+        return None
+    dq = ours.gradients.dq
+    peers = time_peer(options.peer or "", lambda: build(subject.dout), machine, (dq, None), seconds=options.seconds)
+    return peers.get("backward", peers.get(""))
+
+
+def repeat_spread(ours: OurBackward, repeats: int) -> str:
+    """How far apart runs of one mode are, the worst of their gradients."""
+    ours.run()
+    first = [x.clone() for x in ours.gradients[:3]]
+    worst, is_equal = 0.0, True
+    for _ in range(repeats - 1):
+        ours.run()
+        again = ours.gradients[:3]
+        is_equal &= all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+        worst = max(worst, *(relative_error(a, b.float()) for a, b in zip(again, first, strict=True)))
+    return f"{repeats} runs bit-equal" if is_equal else f"{repeats} runs differ by {worst:.1e}"
+
+
+def backward_figures(ours: OurBackward, machine: Machine) -> Figures:
+    """Five products where the forward has two; everything it reads, twice, and the gradients."""
+    subject = ours.subject
+    figures = plan_figures(
+        subject.plan,
+        processors=machine.processors,
+        lengths=subject.lengths,
+        edges=subject.edges,
+        bytes_ideal=2 * subject.bytes,
+    )
+    return replaced(
+        figures,
+        flops_useful=figures.flops_useful * 5 // 2,
+        flops_executed=figures.flops_executed * 5 // 2,
+        workspace_reserved=ours.workspace_bytes,
+        workspace_used=ours.workspace_bytes,
+    )

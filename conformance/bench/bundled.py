@@ -77,8 +77,11 @@ class TierRun:
         run(self.tier.plan, work.q, work.k_cache, work.v_cache, out=self.out, lse=self.lse)
 
     def from_candidates(self, work: DecodeWork) -> None:
-        self.index(work)
-        self.attend(work)
+        """Index and attention as one step."""
+        self.tier.step(
+            work.q, work.k_cache, work.v_cache, out=self.out, lse=self.lse, seqlen_kv=self.seqlen_kv,
+            page_table=work.page_table, indptr=work.indptr, indices=work.indices,
+        )  # fmt: skip
 
     @property
     def reserved_bytes(self) -> int:
@@ -93,3 +96,8 @@ def path_of(plan: Any) -> str:
     tiles = ", ".join(f"{s.tile_m}x{s.tile_kv} warps {s.num_warps} stages {s.num_stages}" for s in shapes)
     merges = sum(launch.merges.shape[0] for launch in plan.launches)
     return f"sparse_attention.run [{tiles}]{', merge' if merges else ''}"
+
+
+def has_merge(plan: Any) -> bool:
+    """Whether partial states of some rows are merged."""
+    return any(launch.merges.shape[0] for launch in plan.launches)

@@ -54,8 +54,6 @@ class Starts(msgspec.Struct, frozen=True, kw_only=True):
     compile: float  # nothing compiled before, an empty cache folder
     cached: float  # a new process's view: compiled kernels in the folder, none in memory
     warm: float  # the next call
-    autotune: float = 0.0  # tuning of kernels that have it
-    autotuned_kernels: int = 0
 
 
 def start_times(make_call: Callable[[], Callable[[], object]]) -> Starts:
@@ -71,7 +69,7 @@ def start_times(make_call: Callable[[], Callable[[], object]]) -> Starts:
         cached = first_call(call := make_call())
         warm = first_call(call)
     forget(kernels)
-    return Starts(compile=first, cached=cached, warm=warm, autotuned_kernels=count_autotuned())
+    return Starts(compile=first, cached=cached, warm=warm)
 
 
 def first_call(call: Callable[[], object]) -> float:
@@ -85,20 +83,11 @@ def first_call(call: Callable[[], object]) -> float:
 
 def jit_functions() -> list[Any]:
     """Every kernel of the bundled ones that is loaded."""
-    return list(_attributes("JITFunction"))
-
-
-def count_autotuned() -> int:
-    """Bundled kernels that tune themselves at a first call."""
-    return len(_attributes("Autotuner"))
-
-
-def _attributes(class_name: str) -> list[Any]:
     import triton
 
-    kind = {"JITFunction": triton.JITFunction, "Autotuner": triton.runtime.Autotuner}[class_name]
     modules = [module for name, module in list(sys.modules.items()) if name.startswith(KERNELS)]
-    return list({id(v): v for module in modules for v in vars(module).values() if isinstance(v, kind)}.values())
+    found = {id(v): v for module in modules for v in vars(module).values() if isinstance(v, triton.JITFunction)}
+    return list(found.values())
 
 
 def forget(kernels: list[Any]) -> None:

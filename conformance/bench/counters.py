@@ -22,7 +22,6 @@ TENSOR_NAMES = (
     "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active",
 )
 ALWAYS = (BYTES_READ, BYTES_WRITTEN, HIT_RATE, DURATION, BUSY_MEAN, BUSY_MOST, REGISTERS)
-TIMEOUT = 240.0
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Counters:
         return self.figures.get(work)
 
 
-def collect(works: dict[str, str]) -> Counters:
+def collect(works: dict[str, str], *, timeout: float) -> Counters:
     """Counters of some works, given as name -> what the probe calls it; a note instead where the tool fails."""
     tool = shutil.which("ncu")
     if tool is None:
@@ -59,9 +58,9 @@ def collect(works: dict[str, str]) -> Counters:
         "--metrics", ",".join(metrics), sys.executable, "-m", "attnconform.conformance.bench.probe", *works.values(),
     ]  # fmt: skip
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, env=os.environ.copy())
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=os.environ.copy())
     except subprocess.TimeoutExpired:
-        return Counters(note=f"ncu took longer than {TIMEOUT:.0f} s")
+        return Counters(note=f"ncu took longer than {timeout:.0f} s")
     launches = parse(done.stdout)
     if done.returncode or not launches:
         last = (done.stdout + done.stderr).strip().splitlines()[-1:]

@@ -158,9 +158,9 @@ def draw_lists(shape: DecodeShape, device: str) -> tuple[torch.Tensor, torch.Ten
     return indptr, chosen.reshape(-1)
 
 
-def make_sets(work: DecodeWork, machine: Machine, count: int | None = None) -> list[DecodeWork]:
-    """Input sets over one cache: other queries and other candidates, together larger than L2."""
-    wanted = -(-SETS_OVER_L2 * machine.l2_bytes // max(work.bytes, 1)) if count is None else count
+def make_sets(work: DecodeWork, machine: Machine) -> list[DecodeWork]:
+    """Input sets over one cache, other queries and candidates each: together larger than L2; two in the interpreter."""
+    wanted = -(-SETS_OVER_L2 * machine.l2_bytes // max(work.bytes, 1)) if machine.is_real else 2
     sets = [work]
     for _ in range(max(2, min(wanted, MAX_SETS)) - 1):
         indptr, indices = draw_lists(work.shape, machine.device)
@@ -168,7 +168,9 @@ def make_sets(work: DecodeWork, machine: Machine, count: int | None = None) -> l
     return sets
 
 
-def make_trace_sets(trace: Trace, selector: str, machine: Machine, *, batch: int, sets: int) -> list[DecodeWork]:
+def make_trace_sets(
+    trace: Trace, selector: str, machine: Machine, *, batch: int, sets: int, first_seed: int = 0
+) -> list[DecodeWork]:
     """Input sets whose lists are drawn from a recorded trace, ragged as they were."""
     granularity: Granularity = trace.header.selector(selector).granularity
     size = trace.header.block_size if granularity == "block" else 16
@@ -182,8 +184,8 @@ def make_trace_sets(trace: Trace, selector: str, machine: Machine, *, batch: int
     works = []
     for n in range(sets):
         drawn = synthesize(
-            trace, seed=n, num_rows=shape.num_lists, seqlen_kv=seqlen_kv, phase="decode", selector=selector,
-            consecutive=False,
+            trace, seed=first_seed + n, num_rows=shape.num_lists, seqlen_kv=seqlen_kv, phase="decode",
+            selector=selector, consecutive=False,
         )  # fmt: skip
         indptr, indices = (torch.as_tensor(x, device=machine.device).int() for x in (drawn.indptr, drawn.indices))
         works.append(replace(first, q=draw_queries(shape, machine.device), indptr=indptr, indices=indices))
@@ -194,35 +196,40 @@ def our_plan(work: DecodeWork, **hints: Any) -> Any:
     """The plan of the bundled kernels, from candidates on the device."""
     from attnconform.kernels import sparse_attention
 
-    s, device = work.shape, work.q.device
-    return sparse_attention.plan(
-        qo_indptr=torch.arange(s.batch + 1, device=device),
-        seqlen_kv=torch.full((s.batch,), s.seqlen_kv, device=device),
-        page_table=work.page_table,
-        **geometry_of(work),
-        candidates=sparse_attention.CandidateLists(
-            granularity=s.granularity,
-            block_size=s.block_size,
-            sharing="kv_head",
-            q_block_size=1,
-            indptr=work.indptr,
-            indices=work.indices,
-        ),
-        **hints,
+    return sparse_attention.plan(**plan_arguments(work), **hints)
+
+
+def plan_arguments(work: DecodeWork) -> dict[str, Any]:
+    """What a batch is, as the bundled kernels ask for it."""
+    from attnconform.kernels import sparse_attention
+
+    s = work.shape
+    candidates = sparse_attention.CandidateLists(
+        granularity=s.granularity,
+        block_size=s.block_size,
+        sharing="kv_head",
+        q_block_size=1,
+        indptr=work.indptr,
+        indices=work.indices,
     )
+    return cache_arguments(work) | {"candidates": candidates}
+
+
+def cache_arguments(work: DecodeWork) -> dict[str, Any]:
+    """The same without candidates."""
+    s, device = work.shape, work.q.device
+    return geometry_of(work) | {
+        "qo_indptr": torch.arange(s.batch + 1, device=device),
+        "seqlen_kv": torch.full((s.batch,), s.seqlen_kv, device=device),
+        "page_table": work.page_table,
+    }
 
 
 def dense_plan(work: DecodeWork) -> Any:
     """Every key of the same batch, by the same kernels."""
     from attnconform.kernels import sparse_attention
 
-    s, device = work.shape, work.q.device
-    return sparse_attention.plan(
-        qo_indptr=torch.arange(s.batch + 1, device=device),
-        seqlen_kv=torch.full((s.batch,), s.seqlen_kv, device=device),
-        page_table=work.page_table,
-        **geometry_of(work),
-    )
+    return sparse_attention.plan(**cache_arguments(work))
 
 
 def geometry_of(work: DecodeWork) -> dict[str, Any]:

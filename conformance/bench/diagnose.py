@@ -1,7 +1,6 @@
 """`attnconform bench --diagnose`: four runs of one batch, four groups of figures, and what the decision tree says."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -69,7 +68,7 @@ def gather_evidence(
     attention = measure(lambda: subject.attend(work), machine, seconds=0.3).timing
     dealt = work_of(subject.plan)
     inside = look_inside([lambda: subject.attend(work)], machine)
-    selector = selector_time(work, machine)
+    selector, end_to_end = selector_times(subject, work, machine)
     steps, fixed = run_steps(subject, batches, machine)
     times = Times(
         dense=dense.median,
@@ -77,11 +76,10 @@ def gather_evidence(
         attention=attention.median,
         merge=inside.time_of("merge_kernel"),
         selector=selector,
-        end_to_end=index.median + attention.median + selector,
+        end_to_end=end_to_end,
         host_median=steps.timing.host.median,
         host_p99=steps.timing.host.p99,
     )
-    by_host = replace(steps, device=steps.host, sets=steps.sets[: len(steps.host)])
     return Evidence(
         subject=subject.name,
         times=times,
@@ -89,15 +87,28 @@ def gather_evidence(
         compute=compute_of(work, dealt, ceilings, counted),
         scheduling=scheduling_of(work, dealt, machine, counted),
         fixed=fixed,
-        slices=slice_events(by_host, [b.facts for b in batches]),
+        slices=slice_events(steps.by_host(), [b.facts for b in batches]),
         kernels=inside.kernels,
     )
 
 
-def selector_time(work: DecodeWork, machine: Machine) -> float:
-    """Route and top-k of the longest row's count, for every list."""
+def selector_times(subject: Subject, work: DecodeWork, machine: Machine) -> tuple[float, float]:
+    """Route and top-k of the longest row's count for every list; and these with index and attention after them.
+
+    A selector gives lists of one length, and this batch is ragged: its own lists are what is indexed then.
+    """
     selector = Selector.of(work, int(work.list_lengths.max()) // work.shape.block_size)
-    return measure(lambda: selector.topk(selector.route(work.q)), machine, seconds=0.2).timing.median
+
+    def select() -> torch.Tensor:
+        return selector.topk(selector.route(work.q))
+
+    def step() -> None:
+        select()
+        subject.index(work)
+        subject.attend(work)
+
+    alone, whole = (measure(call, machine, seconds=0.2).timing.median for call in (select, step))
+    return alone, whole
 
 
 def run_steps(subject: Subject, batches: list[DecodeWork], machine: Machine) -> tuple[Samples, FixedCost]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from attnconform.reference.blocks.statistics import nearest_rank
@@ -12,6 +13,9 @@ from attnconform.reference.cost.tiles import tile_efficiency
 from attnconform.reference.cost.traffic import transaction_utilization
 
 LINE = 128  # bytes of a memory transaction
+MEASURED = (
+    "bytes_dram", "bytes_written_dram", "l2_hit_rate", "tensor_core_share", "processors_busy", "registers",
+)  # fmt: skip
 Ints = NDArray[np.int64]
 
 
@@ -53,7 +57,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     registers: int | None = None  # a thread, of the longest kernel
     flops_useful: int = 0
     flops_executed: int = 0
-    tile_efficiency: float = 1.0  # keys wanted over keys computed
+    tile_efficiency: float = 1.0  # of wanted rows: keys wanted over keys computed
     row_efficiency: float = 1.0  # query rows wanted over rows computed
     transaction_use: float = 1.0  # of a line, by one key's row
     workspace_reserved: int = 0  # the upper bound; reserved memory is used memory
@@ -82,26 +86,57 @@ class Work:
     table_bytes: int
 
     @property
+    def edges_of_rows(self) -> int:
+        """(row and head, key) pairs of the tiles, rows that only fill a tile left out."""
+        return int((self.computed_keys * self.rows).sum())
+
+    @property
     def edges_computed(self) -> int:
         return int((self.computed_keys * self.computed_rows).sum())
 
 
 def work_of(plan: Any) -> Work:
     """What the launches of a bundled plan do, read from their task tables."""
+    parts = launch_parts(plan) if plan.union is None else [union_part(plan.union)]
+    keys, computed, rows, computed_rows = (np.concatenate([part[i] for part in parts]) for i in range(4))
+    return Work(keys, computed, rows, computed_rows, plan.workspace_bytes, table_bytes_of(plan))
+
+
+def launch_parts(plan: Any) -> list[tuple[Ints, Ints, Ints, Ints]]:
+    """Keys, computed keys, rows and computed rows of every task, by launch."""
     from attnconform.kernels.sparse_attention.tasks import TASK_FIELDS
 
     column = {name: i for i, name in enumerate(TASK_FIELDS)}
-    parts: list[tuple[Ints, Ints, Ints, Ints]] = []
-    table_bytes = 0
+    parts = []
     for launch in plan.launches:
         table = launch.tasks.cpu().numpy().astype(np.int64)
         keys = table[:, column["kv_end"]] - table[:, column["kv_start"]]
         rows = table[:, column["q_count"]] * table[:, column["head_count"]]
-        tile_kv = launch.shape.tile_kv
-        parts.append((keys, -(-keys // tile_kv) * tile_kv, rows, np.full_like(keys, launch.shape.tile_m)))
-        table_bytes += launch.tasks.nbytes + launch.merges.nbytes
-    keys, computed, rows, computed_rows = (np.concatenate([part[i] for part in parts]) for i in range(4))
-    return Work(keys, computed, rows, computed_rows, plan.workspace_bytes, table_bytes)
+        parts.append((keys, whole_tiles(keys, launch.shape.tile_kv), rows, np.full_like(keys, launch.shape.tile_m)))
+    return parts
+
+
+def union_part(union: Any) -> tuple[Ints, Ints, Ints, Ints]:
+    """The same of union tiles, whose keys are those of any of their rows."""
+    from attnconform.kernels.sparse_attention.union import UNION_FIELDS
+
+    column = {name: i for i, name in enumerate(UNION_FIELDS)}
+    table = union.tasks.cpu().numpy().astype(np.int64)
+    keys = (table[:, column["entry_end"]] - table[:, column["entry_start"]]) * union.block_size
+    rows = table[:, column["q_count"]] * table[:, column["head_count"]]
+    return keys, whole_tiles(keys, union.shape.tile_kv), rows, np.full_like(keys, union.shape.tile_m)
+
+
+def whole_tiles(keys: Ints, tile_kv: int) -> Ints:
+    return -(-keys // tile_kv) * tile_kv
+
+
+def table_bytes_of(plan: Any) -> int:
+    """Memory of task and merge tables, and of union tiles."""
+    tables = [table for launch in plan.launches for table in (launch.tasks, launch.merges)]
+    if plan.union is not None:
+        tables += [plan.union.tasks, plan.union.blocks, plan.union.members]
+    return sum(int(table.nbytes) for table in tables)
 
 
 def list_bytes(plan: Any) -> int:
@@ -148,19 +183,18 @@ def plan_figures(
     element = plan.dtype.itemsize
     dims = plan.head_dim_qk + plan.head_dim_vo
     rows, computed_rows = int(work.rows.sum()), int(work.computed_rows.sum())
-    index_read = 0 if plan.list_slots is None else int(work.keys.sum()) * plan.list_slots.element_size()
+    index_read = index_bytes(plan, work)
     key_bytes = sum(
         dim * (element if quant is None else quant.dtype.itemsize)
         for dim, quant in ((plan.head_dim_qk, plan.k_quant), (plan.head_dim_vo, plan.v_quant))
     )
     physical = int(work.keys.sum()) * key_bytes + rows * (dims * element + 4) + 2 * work.partial_bytes + index_read
-    wanted, computed = int(work.keys.sum()), int(work.computed_keys.sum())
     return Figures(
         bytes_ideal=bytes_ideal,
         bytes_physical=physical,
         flops_useful=2 * edges * dims,
         flops_executed=2 * work.edges_computed * dims,
-        tile_efficiency=tile_efficiency(wanted, computed, 1),
+        tile_efficiency=tile_efficiency(edges, work.edges_of_rows, 1),
         row_efficiency=rows / computed_rows if computed_rows else 1.0,
         transaction_use=key_use(plan.head_dim_qk, plan.k_quant.dtype.itemsize if plan.k_quant else element),
         workspace_reserved=work.partial_bytes if reserved is None else reserved,
@@ -177,7 +211,21 @@ def plan_figures(
     )
 
 
+def index_bytes(plan: Any, work: Work) -> int:
+    """What the programs read of lists: a slot for every key, or a block and its rows for every entry of a union."""
+    if plan.union is not None:
+        return int(plan.union.blocks.nbytes + plan.union.members.nbytes)
+    return 0 if plan.list_slots is None else int(work.keys.sum()) * int(plan.list_slots.element_size())
+
+
 def processed_rows(plan: Any, work: Work) -> int:
     """Query tokens as tiles compute them: rows with padding over the heads, every row tile counted once."""
     wanted = int(work.rows.sum())
     return round(plan.total_q * int(work.computed_rows.sum()) / wanted) if wanted else 0
+
+
+def with_counters(figures: Figures, counted: Figures | None) -> Figures:
+    """The same with what a hardware profiler measured, where it did."""
+    if counted is None:
+        return figures
+    return replace(figures, **{name: getattr(counted, name) for name in MEASURED})

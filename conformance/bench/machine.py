@@ -1,10 +1,12 @@
 """Where a bench runs: a GPU, whose times count, or Triton's interpreter, whose times mean nothing."""
 
+import gc
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -43,7 +45,12 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     clocks: dict[str, str] = {}  # as the driver's tool prints them, before the first timing
     clocks_loaded: dict[str, str] = {}  # and right after a large matrix product
     compile_caches: dict[str, CacheState] = {}  # before the first timing
+    host: dict[str, str] = {}  # processor, cores that this process may use, load
     is_interpreted: bool = False
+
+
+class TimeUp(Exception):
+    """The limit was reached before a work began."""
 
 
 @dataclass
@@ -52,6 +59,11 @@ class Machine:
 
     device: str
     compiles: CompileLog
+    deadline: float | None = None  # of the whole bench, by time.monotonic; None: as long as it takes
+
+    @property
+    def is_time_up(self) -> bool:
+        return self.deadline is not None and time.monotonic() > self.deadline
 
     @property
     def is_real(self) -> bool:
@@ -81,6 +93,7 @@ class Machine:
     def release(self) -> None:
         """Gives back what the last work held."""
         if self.is_real:
+            gc.collect()
             torch.cuda.empty_cache()
 
 
@@ -101,8 +114,24 @@ def read_environment(machine: Machine) -> Environment:
         versions={"python": platform.python_version()} | installed_versions(),
         clocks=read_clocks(machine),
         compile_caches=compile_caches() if is_real else {},
+        host=read_host(),
         is_interpreted=not is_real,
     )
+
+
+def read_host() -> dict[str, str]:
+    """What a time by the host's clock depends on."""
+    load = ", ".join(f"{minutes:.1f}" for minutes in os.getloadavg()) if hasattr(os, "getloadavg") else "unknown"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"processor": processor_name(), "cores": f"{cores} of {os.cpu_count()}", "load": load}
+
+
+def processor_name() -> str:
+    """As the system calls it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def read_clocks(machine: Machine) -> dict[str, str]:

@@ -1,11 +1,13 @@
 """Long prompts whose every token selects blocks per KV head: shapes, selections, and the bundled kernels' plan."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+
+from attnconform.conformance.bench.machine import Machine
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,15 @@ class NsaShape:
     block_size: int = 64
     blocks_per_row: int = 16
     dtype: torch.dtype = torch.bfloat16
+    kept: float = 0.0  # share of a row's blocks that it has from the row before
+
+    @property
+    def name(self) -> str:
+        kind = f"{self.kept:.0%} kept from row to row" if self.kept else "random"
+        return (
+            f"{self.blocks_per_row} blocks of {self.block_size} a row and KV head, {kind}, T {self.seqlen}, heads "
+            f"{self.num_qo_heads}/{self.num_kv_heads}"
+        )
 
     @property
     def group_size(self) -> int:
@@ -26,8 +37,15 @@ class NsaShape:
 
 
 TINY_NSA = NsaShape(
-    32, num_qo_heads=4, num_kv_heads=2, head_dim=16, block_size=8, blocks_per_row=2, dtype=torch.float32
+    16, num_qo_heads=4, num_kv_heads=2, head_dim=16, block_size=2, blocks_per_row=4, dtype=torch.float32
 )
+KEPT = (0.0, 0.75)
+
+
+def shapes(machine: Machine) -> list[NsaShape]:
+    """Random selections, and clustered ones."""
+    base = NsaShape() if machine.is_real else TINY_NSA
+    return [replace(base, kept=kept) for kept in KEPT]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +68,7 @@ class NsaWork:
 
 
 def make_nsa(shape: NsaShape, device: str) -> NsaWork:
-    """Each row's own block, and others before it at random."""
+    """Each row's own block, and others before it."""
     q = torch.randn(shape.seqlen, shape.num_qo_heads, shape.head_dim, dtype=shape.dtype, device=device)
     pages = (shape.seqlen // shape.block_size, shape.block_size, shape.num_kv_heads, shape.head_dim)
     k, v = (torch.randn(pages, dtype=shape.dtype, device=device) for _ in range(2))
@@ -58,16 +76,23 @@ def make_nsa(shape: NsaShape, device: str) -> NsaWork:
 
 
 def draw_blocks(shape: NsaShape, device: str) -> torch.Tensor:
-    """Blocks of every (row, KV head), ascending, holes last."""
-    blocks = shape.seqlen // shape.block_size
-    own = torch.arange(shape.seqlen, device=device) // shape.block_size
-    score = torch.rand(shape.seqlen, shape.num_kv_heads, blocks, device=device)
-    number = torch.arange(blocks, device=device)
-    score = torch.where(number == own[:, None, None], 2.0, score)
-    score = torch.where(number > own[:, None, None], -1.0, score)
-    best = score.topk(min(shape.blocks_per_row, blocks), dim=-1)
-    chosen = torch.where(best.values >= 0, best.indices, blocks).sort(-1).values
-    return torch.where(chosen < blocks, chosen, -1).int()
+    """Blocks of every (row, KV head), ascending, holes last: its own, and one of every class of those before it.
+
+    Block ids are in classes by their remainder, so that no two draws meet. A draw serves neighbouring rows, as many as
+    `kept` says, and every class begins at a row of its own: so many classes change from one row to the next.
+    """
+    classes, rows_of_draw = shape.blocks_per_row - 1, round(1 / (1 - shape.kept))
+    row, number = torch.arange(shape.seqlen, device=device)[:, None], torch.arange(classes, device=device)
+    own = row // shape.block_size
+    u = torch.rand((shape.seqlen + classes) // rows_of_draw + 1, shape.num_kv_heads, classes, device=device)
+    drawn = u[(row + number) // rows_of_draw, :, number]  # (seqlen, classes, num_kv_heads)
+    members = ((own - number + classes - 1) // classes).clamp_min(0)[..., None]  # ids of a class before the own block
+    ids = number[:, None] + classes * (drawn * members).long()
+    none = shape.seqlen // shape.block_size
+    ids = torch.where(members > 0, ids, none).transpose(1, 2)
+    own = own[..., None].expand(-1, shape.num_kv_heads, 1)
+    chosen = torch.cat([ids, own], dim=-1).sort(-1).values
+    return torch.where(chosen < none, chosen, -1).int()
 
 
 def nsa_plan(work: NsaWork) -> Any:

@@ -15,3 +15,8 @@ class BenchOptions:
     trace: Trace | None = None
     counters: Counters | None = None  # None: no hardware counters here, or none wanted
     seconds: float = 1.0  # of device time, at most, for one timing
+    with_starts: bool = False  # time first calls and tuning too
+    stages: tuple[str, ...] = ()  # those to time; all where none is named
+
+    def wants(self, stage: str) -> bool:
+        return not self.stages or stage in self.stages

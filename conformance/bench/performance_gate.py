@@ -79,9 +79,7 @@ def losses(old: BenchRow, row: BenchRow, baseline: BenchReport, now: BenchReport
         before, after = old.roofline_share(baseline.ceilings), row.roofline_share(now.ceilings)
         if after * allowed < before:
             yield f"{before:.0%} of the roofline before, {after:.0%} now"
-        if old.speedup and row.speedup and row.speedup * allowed < old.speedup:
-            assert row.peer is not None
-            yield f"{old.speedup:.2f} times as fast as {row.peer.name} before, {row.speedup:.2f} now"
+        yield from lost_ratio(old, row, allowed)
         if tail_of(row) > TAIL_MARGIN * tail_of(old):
             yield f"P99 is {tail_of(row):.1f} times the median, {tail_of(old):.1f} before"
     if row.figures.workspace_reserved > MEMORY_MARGIN * old.figures.workspace_reserved:
@@ -90,6 +88,17 @@ def losses(old: BenchRow, row: BenchRow, baseline: BenchReport, now: BenchReport
         yield f"{row.figures.recompiles} compilations after the warm-up, {old.figures.recompiles} before"
     if sum(row.figures.fallbacks.values()) > sum(old.figures.fallbacks.values()):
         yield f"falls back for {row.figures.fallbacks}, before for {old.figures.fallbacks or 'nothing'}"
+
+
+def lost_ratio(old: BenchRow, row: BenchRow, allowed: float) -> Iterator[str]:
+    """A ratio to the peer that fell, or that is no longer there to fall."""
+    if old.peer is None or not old.speedup:
+        return
+    if row.peer is None or not row.speedup:
+        why = row.peer.error if row.peer else "no peer was asked for"
+        yield f"{old.speedup:.2f} times as fast as {old.peer.name} before, not compared now: {why}"
+    elif row.speedup * allowed < old.speedup:
+        yield f"{old.speedup:.2f} times as fast as {row.peer.name} before, {row.speedup:.2f} now"
 
 
 def tail_of(row: BenchRow) -> float:
@@ -126,10 +135,15 @@ def performance_gate(
 
     before = None if write_baseline else read_report(baseline)
     now = run()
+    if not now.rows:
+        raise ValueError("no row was measured: a gate over nothing would always be open")
     if before is None:
         write_json(baseline, now)
         console.print(f"performance baseline written to {baseline}", highlight=False)
-        return int(any(True for row in now.rows for _ in dishonesties(row, now)))
+        faults = [f"{row.key}: {fault}" for row in now.rows for fault in dishonesties(row, now)]
+        for fault in faults:
+            console.print(fault, highlight=False, markup=False)
+        return int(bool(faults))
     report = compare_performance(before, now, MARGIN if margin is None else margin)
     text = performance_markdown(report, now)
     out.mkdir(parents=True, exist_ok=True)

@@ -2,23 +2,37 @@
 
 import base64
 import io
+import math
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 
-from attnconform.conformance.bench.row import BenchReport, SweepPoint
-from attnconform.conformance.bench.sweep import choices, length_crossing, rate_crossings
+from attnconform.conformance.bench.crossing import crossing
+from attnconform.conformance.bench.report_text import met_text
+from attnconform.conformance.bench.row import CHUNK, BenchReport, SweepPoint
+from attnconform.conformance.bench.sweep import choices, rate_crossings
+from attnconform.conformance.bench.timing import Quantiles
 
 COLORS = ("#4269d0", "#efb118", "#3ca951", "#a463f2")
 STYLES = tuple(zip(COLORS, "os^D", (10, 7, 5, 4), strict=True))  # lines may lie on each other
 DENSE, INDEX = "#333333", "#9a9a9a"
+PANELS = {  # axis -> field, label with its unit
+    "length": ("seqlen_kv", "committed keys of a request (tokens)"),
+    "batch": ("batch", "batch (requests)"),
+    "clustering": ("run_length", "neighbouring blocks chosen together (blocks)"),
+    "query length": ("seqlen_q", "query rows of a request (rows)"),
+    CHUNK: ("seqlen_kv", "committed keys at the end of the chunk (tokens)"),
+}
 
 
 def write_plot(report: BenchReport, path: Path) -> list[Path]:
     """Writes PATH.png and PATH.html, whatever suffix PATH has. Raises ValueError where matplotlib is missing."""
     png = draw(report)
-    page = template().render(report=report, picture=base64.b64encode(png).decode(), choices=choices(report.sweep))
+    page = template().render(
+        report=report, picture=base64.b64encode(png).decode(), choices=choices(report.sweep), met=met_text
+    )
     targets = [path.with_suffix(".png"), path.with_suffix(".html")]
     path.parent.mkdir(parents=True, exist_ok=True)
     targets[0].write_bytes(png)
@@ -55,25 +69,34 @@ def title_of(report: BenchReport) -> str:
     where = f"{report.environment.device}, {report.date}"
     warning = " (interpreter: times mean nothing)" if report.environment.is_interpreted else ""
     return (
-        f"Sparse decode from candidates to output, against dense: {where}{warning}" if report.sweep else where + warning
+        f"Sparse against dense, decode from candidates to output: {where}{warning}" if report.sweep else where + warning
     )
 
 
 def draw_sweep(report: BenchReport, plt: Any) -> Any:
-    """Five panels: rate by block size, length, batch, clustering, query length."""
-    figure, axes = plt.subplots(2, 3, figsize=(13.5, 7.6), layout="constrained")
-    draw_rates(axes[0, 0], report.sweep)
-    panels = (
-        ("length", "seqlen_kv", "committed keys of a request (tokens)", axes[0, 1]),
-        ("batch", "batch", "batch (requests)", axes[0, 2]),
-        ("clustering", "run_length", "neighbouring blocks chosen together (blocks)", axes[1, 0]),
-        ("query length", "seqlen_q", "query rows of a request (rows)", axes[1, 1]),
+    """A panel for every axis, of which only the chunk of a prompt is prefill, and a table."""
+    figure = plt.figure(figsize=(17, 7.8), layout="constrained")
+    axes = figure.subplot_mosaic(
+        [["rate", "length", "batch", "chunk"], ["clustering", "query length", "table", "table"]]
     )
-    for axis, field, label, ax in panels:
-        draw_line(ax, [p for p in report.sweep if p.axis == axis], axis, field, label)
-    mark_length(axes[0, 1], report.sweep)
-    draw_table(axes[1, 2], report)
+    if any(p.axis == "rate and block" for p in report.sweep):
+        draw_rates(axes["rate"], report.sweep)
+    else:
+        leave_empty(axes["rate"], "rate and block")
+    for axis, (field, label) in PANELS.items():
+        points = [p for p in report.sweep if p.axis == axis]
+        if points:
+            draw_line(axes[axis], points, axis, field, label)
+        else:
+            leave_empty(axes[axis], axis)
+    draw_table(axes["table"], report)
     return figure
+
+
+def leave_empty(ax: Any, axis: str) -> None:
+    """A panel whose points were left out."""
+    ax.axis("off")
+    ax.text(0.5, 0.5, f"{axis}: not measured", ha="center", transform=ax.transAxes)
 
 
 def draw_rates(ax: Any, found: list[SweepPoint]) -> None:
@@ -87,7 +110,8 @@ def draw_rates(ax: Any, found: list[SweepPoint]) -> None:
         xs, ys = [p.rate for p in line], [p.total for p in line]
         ax.plot(xs, ys, f"{marker}-", color=color, markersize=size, label=label)
         if where is not None:
-            ax.plot([where], [value_at(where, line)], "X", color=color, markersize=11, markeredgecolor="white")
+            height = min(line, key=lambda p: abs(p.rate - where)).dense
+            ax.plot([where], [height], "X", color=color, markersize=11, markeredgecolor="white")
     line = sorted((p for p in points if p.block_size == min(q.block_size for q in points)), key=lambda p: p.rate)
     ax.plot([p.rate for p in line], [p.dense for p in line], "--", color=DENSE, label="dense, every key")
     ax.plot([], [], "X", color="grey", label="crossing point")
@@ -97,13 +121,8 @@ def draw_rates(ax: Any, found: list[SweepPoint]) -> None:
     ax.set_xticks([], minor=True)
 
 
-def value_at(x: float, line: list[SweepPoint]) -> float:
-    """Dense time at a crossing: equal to the sparse one there."""
-    return min(line, key=lambda p: abs(p.rate - x)).dense
-
-
 def draw_line(ax: Any, points: list[SweepPoint], axis: str, field: str, label: str) -> None:
-    """Total, its index part and dense along one axis."""
+    """Total, its index part and dense along one axis, and where the two meet."""
     line = sorted(points, key=lambda p: getattr(p, field))
     xs = [getattr(p, field) for p in line]
     has_index = [p for p in line if p.index is not None]
@@ -111,41 +130,53 @@ def draw_line(ax: Any, points: list[SweepPoint], axis: str, field: str, label: s
     if len(has_index) == len(line):
         ax.plot(xs, [p.index for p in line], "o:", color=INDEX, label="of it, index", markersize=4)
     ax.plot(xs, [p.dense for p in line], "s--", color=DENSE, label="dense, every key", markersize=4)
-    fixed = {
-        "seqlen_kv": f"kv {line[0].seqlen_kv}", "batch": f"batch {line[0].batch}", "rate": f"rate {line[0].rate:.3g}",
-        "block_size": f"block {line[0].block_size}",
-    }  # fmt: skip
-    finish(ax, f"by {axis}: " + ", ".join(text for name, text in fixed.items() if name != field), label)
+    mark_crossing(ax, xs, line, label)
+    finish(ax, title_of_line(line[-1], axis, field), label)
     ax.set_xticks(xs, [f"{x // 1024}K" if field == "seqlen_kv" and x >= 1024 else str(x) for x in xs], minor=False)
     ax.set_xticks([], minor=True)
 
 
-def mark_length(ax: Any, found: list[SweepPoint]) -> None:
-    """The length from which on sparse is faster, or which of the two always is."""
-    where = length_crossing(found)
-    line = [p for p in found if p.axis == "length"]
+def title_of_line(point: SweepPoint, axis: str, field: str) -> str:
+    """The axis, and what is the same all along it."""
+    fixed = {
+        "seqlen_kv": f"kv {point.seqlen_kv}", "batch": f"batch {point.batch}", "rate": f"rate {point.rate:.3g}",
+        "block_size": f"block {point.block_size}",
+    }  # fmt: skip
+    if axis == CHUNK:
+        fixed["batch"] = f"{point.seqlen_q} rows"
+    phase = " (prefill)" if axis == CHUNK else ""
+    return f"by {axis}{phase}: " + ", ".join(text for name, text in fixed.items() if name != field)
+
+
+def mark_crossing(ax: Any, xs: list[float], line: list[SweepPoint], label: str) -> None:
+    """The point at which sparse and dense meet, or which of the two is faster all along."""
+    sparse, dense = [p.total for p in line], [p.dense for p in line]
+    where = crossing(xs, sparse, dense)
     if where is None:
-        faster = "sparse" if line[-1].total < line[-1].dense else "dense"
+        faster = "sparse" if sparse[-1] < dense[-1] else "dense"
         ax.plot([], [], " ", label=f"no crossing: {faster} is faster throughout")
-    else:
-        ax.axvline(where, color=COLORS[3], linewidth=1)
-        ax.plot([], [], color=COLORS[3], label=f"crossing at {where:,.0f} tokens")
-    ax.legend(frameon=False, fontsize=8)
+        return
+    height = math.exp(float(np.interp(math.log(where), np.log(xs), np.log(sparse))))
+    unit = label.rsplit("(", 1)[-1].rstrip(")")
+    told = f"crossing at {where:,.0f} {unit}"
+    ax.plot([where], [height], "X", color=COLORS[3], markersize=11, markeredgecolor="white", label=told)
 
 
 def finish(ax: Any, title: str, label: str) -> None:
-    """Axes, units and legend."""
+    """Axes, units, and a legend above the curves."""
     from matplotlib.ticker import LogLocator
 
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
+    low, high = ax.get_ylim()
+    ax.set_ylim(low, high * (high / low) ** 0.5)
     ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     ax.yaxis.set_major_formatter("{x:,g}")
     ax.yaxis.set_minor_formatter("")
     ax.set_title(title, fontsize=10, loc="left")
     ax.set_xlabel(label)
     ax.set_ylabel("time of a step (µs)")
-    ax.legend(frameon=False, fontsize=8)
+    ax.legend(frameon=False, fontsize=8, loc="upper left")
 
 
 def draw_table(ax: Any, report: BenchReport) -> None:
@@ -164,18 +195,33 @@ def draw_table(ax: Any, report: BenchReport) -> None:
 
 
 def draw_rows(report: BenchReport, plt: Any) -> Any:
-    """Horizontal bars of every row, the peer's beside ours."""
+    """Horizontal bars of every row, the peer's beside ours; a whisker from the fastest block to the slowest."""
+    from matplotlib.ticker import LogLocator
+
     rows = report.rows
     figure, ax = plt.subplots(figsize=(11, max(2.5, 0.42 * len(rows) + 1.2)), layout="constrained")
     places = range(len(rows))
-    ax.barh([p + 0.2 for p in places], [r.time.median for r in rows], 0.36, color=COLORS[0], label="ours")
-    theirs = [(p - 0.2, r.peer_time.median) for p, r in zip(places, rows, strict=True) if r.peer_time]
+    draw_bars(ax, [(p - 0.2, r.time) for p, r in zip(places, rows, strict=True)], COLORS[0], "ours")
+    theirs = [(p + 0.2, r.peer_time) for p, r in zip(places, rows, strict=True) if r.peer_time]
     names = sorted({r.peer.name for r in rows if r.peer and r.peer_time})
     if theirs:
-        ax.barh([p for p, _ in theirs], [time for _, time in theirs], 0.36, color=COLORS[1], label=", ".join(names))
+        draw_bars(ax, theirs, COLORS[1], ", ".join(names))
     ax.set_yticks(list(places), [f"{r.work}: {r.stage}" for r in rows])
     ax.invert_yaxis()
     ax.set_xscale("log")
-    ax.set_xlabel("median time (µs)")
+    ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    ax.xaxis.set_major_formatter("{x:,g}")
+    ax.xaxis.set_minor_formatter("")
+    ax.set_xlabel("median time (µs), from the fastest block to the slowest")
     ax.legend(frameon=False)
     return figure
+
+
+def draw_bars(ax: Any, bars: list[tuple[float, Quantiles]], color: str, label: str) -> None:
+    """Bars at heights, with their blocks' range."""
+    times = [time for _, time in bars]
+    reach = ([t.median - t.low for t in times], [t.high - t.median for t in times])
+    ax.barh(
+        [place for place, _ in bars], [t.median for t in times], 0.36, color=color, label=label, xerr=reach,
+        error_kw={"elinewidth": 1, "ecolor": DENSE},
+    )  # fmt: skip

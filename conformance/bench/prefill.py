@@ -2,32 +2,34 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
-from msgspec.structs import replace as replaced
 
+from attnconform.conformance.bench.block_mask import block_mask_rows
+from attnconform.conformance.bench.block_sparse import block_sparse_rows
+from attnconform.conformance.bench.blocks import Block, Taken, blocks
 from attnconform.conformance.bench.bundled import path_of
-from attnconform.conformance.bench.decode import figures_of
-from attnconform.conformance.bench.figures import plan_figures
+from attnconform.conformance.bench.figures import plan_figures, with_counters
 from attnconform.conformance.bench.honesty import relative_error
 from attnconform.conformance.bench.kernel_times import look_inside
 from attnconform.conformance.bench.machine import Machine
 from attnconform.conformance.bench.options import BenchOptions
 from attnconform.conformance.bench.peers.flex import flex_prefill
-from attnconform.conformance.bench.peers.peer import PeerRun, time_peer
-from attnconform.conformance.bench.peers.sdpa_prefill import dense_mask_prefill, sdpa_prefill
-from attnconform.conformance.bench.prefill_work import PrefillWork, make_inputs, reference_rows, works
+from attnconform.conformance.bench.peers.peer import PeerBench, PeerRun
+from attnconform.conformance.bench.peers.sdpa_prefill import cudnn_prefill, dense_mask_prefill, sdpa_prefill
+from attnconform.conformance.bench.prefill_work import Inputs, PrefillWork, make_inputs, reference_rows, works
+from attnconform.conformance.bench.prompt_rows import SHORT, Told, prompt_rows
 from attnconform.conformance.bench.row import BenchRow
-from attnconform.conformance.bench.timing import Call, measure
+from attnconform.conformance.bench.timing import measure
 
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-PEERS: dict[str, Callable[[PrefillWork, Inputs, Machine], PeerRun]] = {
+PEERS: dict[str, Callable[[PrefillWork, list[Inputs], Machine], PeerRun]] = {
     "flex": flex_prefill,
     "sdpa": sdpa_prefill,
+    "cudnn": cudnn_prefill,
     "dense-mask": dense_mask_prefill,
 }
 CHECKED_ROWS = 64  # rows whose outputs are compared with float32
@@ -85,30 +87,41 @@ def our_prefill(work: PrefillWork, *inputs: torch.Tensor) -> OurPrefill:
 
 
 def prefill_rows(machine: Machine, options: BenchOptions) -> Iterator[BenchRow]:
-    """Forward and plan of every work, beside the peer's forward and mask build."""
+    """Forward and plan of every work, beside the peer's forward and mask build; a block mask; then chosen blocks."""
     for work in works(machine):
         yield from work_rows(work, machine, options)
-        machine.release()
+    flex_only = options if options.peer == "flex" else replace(options, peer=None)
+    yield from block_mask_rows(machine, flex_only)
+    yield from block_sparse_rows(machine, flex_only)
 
 
 def work_rows(work: PrefillWork, machine: Machine, options: BenchOptions) -> Iterator[BenchRow]:
     """Rows of one kind of prompt; one input set is larger than L2 by itself."""
-    sets = [make_inputs(work, machine) for _ in range(2)]
-    ours = [OurPrefill(work, inputs) for inputs in sets]
-    calls: list[Call] = [run.run for run in ours]
-    samples = {
-        "attention": measure(calls, machine, seconds=options.seconds),
-        "plan": measure(ours[0].make_plan, machine, seconds=min(0.2, options.seconds)),
-    }
-    build, peers = PEERS.get(options.peer or ""), {}
+    taken, peer, told = Taken(), PeerBench(options.peer, machine), list[Told]()
+    for block in blocks(machine):
+        ours = [OurPrefill(work, make_inputs(work, machine)) for _ in range(2)]
+        told += time_block(ours, block, taken, peer, options)
+        del ours
+    yield from prompt_rows(told[0], taken.joined(), peer.by_stage())
+
+
+def time_block(
+    ours: list[OurPrefill], block: Block, taken: Taken, peer: PeerBench, options: BenchOptions
+) -> list[Told]:
+    """Attention and plan of ours, then the peer's; in the first block, what else there is to say."""
+    work, first = ours[0].work, ours[0]
+    taken.add("attention", block.measure([run.run for run in ours], options.seconds))
+    taken.add("plan", block.measure(first.make_plan, min(SHORT, options.seconds)))
+    build = PEERS.get(options.peer or "")
     if build is not None:
-        peers = time_peer(
-            options.peer or "",
-            lambda: build(work, sets[0], machine),
-            machine,
-            (ours[0].out, ours[0].lse),
-            seconds=options.seconds,
-        )
+        sets = [run.inputs for run in ours]
+        peer.time(block, lambda: build(work, sets, block.machine), (first.out, first.lse), seconds=options.seconds)
+    return [tell(ours, block.machine, options)] if block.is_first else []
+
+
+def tell(ours: list[OurPrefill], machine: Machine, options: BenchOptions) -> Told:
+    """Counts, the answer's error, and the time of a causal prompt of the same length where this one is sparse."""
+    work = ours[0].work
     figures = plan_figures(
         ours[0].plan,
         processors=machine.processors,
@@ -116,25 +129,20 @@ def work_rows(work: PrefillWork, machine: Machine, options: BenchOptions) -> Ite
         edges=work.edges * work.num_qo_heads,
         bytes_ideal=work.bytes,
     )
+    causal = OurPrefill(work.without_rules(), ours[0].inputs)
+    dense = None if work.rate == 1 else measure(causal.run, machine, seconds=min(SHORT, options.seconds)).timing
     counted = options.counters.of(work.name) if options.counters else None
-    error = max(checked_error(run) for run in ours)
-    inside = look_inside(calls, machine)
-    for stage, taken in samples.items():
-        is_attention = stage == "attention"
-        yield BenchRow(
-            suite="prefill",
-            phase="prefill",
-            work=work.name,
-            stage=stage,
-            ours=taken.timing,
-            figures=replaced(figures_of(stage, figures, counted), recompiles=taken.recompiles),
-            peer=peers.get(stage, peers.get("")),
-            rate=work.edges / (work.batch * work.seqlen * (work.seqlen + 1) / 2),
-            error=error if is_attention else None,
-            path=path_of(ours[0].plan),
-            sets=len(sets),
-            kernels=inside.kernels if is_attention else {},
-        )
+    return Told(
+        suite="prefill",
+        work=work.name,
+        rate=work.rate,
+        num_sets=len(ours),
+        figures=with_counters(figures, counted),
+        error=max(checked_error(run) for run in ours),
+        path=path_of(ours[0].plan),
+        kernels=look_inside([run.run for run in ours], machine).kernels,
+        dense=dense,
+    )
 
 
 def checked_error(run: OurPrefill) -> float:

@@ -8,6 +8,8 @@ import torch
 from attnconform.conformance.bench.machine import Machine
 from attnconform.reference.cost.traffic import kv_bytes, step_bytes
 
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, and k and v by pages
+
 
 @dataclass(frozen=True)
 class PrefillWork:
@@ -52,6 +54,15 @@ class PrefillWork:
     def edges(self) -> int:
         """(query, key) pairs of one head."""
         return self.batch * int(self.row_lengths.sum())
+
+    @property
+    def rate(self) -> float:
+        """Of the pairs of a causal prompt."""
+        return self.edges / (self.batch * self.seqlen * (self.seqlen + 1) / 2)
+
+    def without_rules(self) -> "PrefillWork":
+        """The same prompt, causal and nothing else."""
+        return replace(self, window=None, documents=False, alibi=False, soft_cap=None)
 
     @property
     def bytes(self) -> int:
@@ -121,7 +132,7 @@ def works(machine: Machine) -> list[PrefillWork]:
     ]
 
 
-def make_inputs(work: PrefillWork, machine: Machine) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def make_inputs(work: PrefillWork, machine: Machine) -> Inputs:
     """q as (tokens, heads, dim); k and v paged, in order."""
     q = torch.randn(work.tokens, work.num_qo_heads, work.head_dim, dtype=work.dtype, device=machine.device)
     shape = (work.tokens // work.page_size, work.page_size, work.num_kv_heads, work.head_dim)
@@ -129,9 +140,7 @@ def make_inputs(work: PrefillWork, machine: Machine) -> tuple[torch.Tensor, torc
     return q, k, v
 
 
-def reference_rows(
-    work: PrefillWork, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], rows: torch.Tensor
-) -> torch.Tensor:
+def reference_rows(work: PrefillWork, inputs: Inputs, rows: torch.Tensor) -> torch.Tensor:
     """Some rows' outputs in float32, (rows, num_qo_heads, head_dim)."""
     q, k, v = inputs
     group = work.num_qo_heads // work.num_kv_heads

@@ -4,15 +4,17 @@ from typing import Literal
 
 import msgspec
 
+from attnconform.conformance.bench.autotuning import Tuned
 from attnconform.conformance.bench.compiles import Starts
 from attnconform.conformance.bench.figures import Figures
 from attnconform.conformance.bench.machine import Environment
 from attnconform.conformance.bench.slices import Slice
 from attnconform.conformance.bench.timing import Ceilings, Quantiles, Timing
 
-FORMAT = 2
+FORMAT = 3
 DEVICE_STAGES = ("merge", "route", "top-k")  # and attention
 Phase = Literal["prefill", "decode"]
+CHUNK = "chunk"  # the sweep's axis of prompts
 
 
 class Peer(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +27,7 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
     workspace_bytes: int = 0  # reserved for it
     first_call_seconds: float | None = None  # build and tuning included
     difference: str = ""  # how far its answer is from ours
+    path: str = ""  # its kernels that take the longest
 
 
 class BenchRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +47,7 @@ class BenchRow(msgspec.Struct, frozen=True, kw_only=True):
     path: str = ""  # the code that ran
     sets: int = 1  # input sets that rotate
     starts: Starts | None = None
+    tuned: Tuned | None = None
     slices: list[Slice] = []
     kernels: dict[str, float] = {}  # microseconds a call, by kernel name
 
@@ -78,6 +82,13 @@ class BenchRow(msgspec.Struct, frozen=True, kw_only=True):
     def speedup(self) -> float | None:
         """How many times faster than the peer."""
         return None if self.peer_time is None else self.peer_time.median / self.time.median
+
+    @property
+    def speedups(self) -> list[float]:
+        """The same in every block, where both were timed one after the other."""
+        if self.peer_time is None:
+            return []
+        return [theirs / ours for theirs, ours in zip(self.peer_time.blocks, self.time.blocks, strict=False)]
 
     def copy_share(self, ceilings: Ceilings) -> float:
         """Bytes that must move over time, as a share of the copy bandwidth."""
@@ -118,6 +129,11 @@ class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
     stage: str  # what the total includes
 
     @property
+    def phase(self) -> Phase:
+        """A chunk of a prompt is prefill, whatever else a sweep has is decode; the two are never averaged."""
+        return "prefill" if self.axis == CHUNK else "decode"
+
+    @property
     def total(self) -> float:
         return self.attention + (self.index or 0.0)
 
@@ -142,6 +158,25 @@ class Weighted(msgspec.Struct, frozen=True, kw_only=True):
     sparse_from: int | None  # shortest swept length from which on sparse is faster; None where it never is
 
 
+Measure = Literal["times as fast", "of the peer's time", "of the copy bandwidth", "us on the device"]
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing to reach, and what was reached."""
+
+    key: str  # of the row
+    measure: Measure
+    wanted: float
+    got: float | None  # None where the peer did not run
+    is_met: bool | None = None  # None where times mean nothing, or nothing was measured
+    note: str = ""  # why nothing was
+
+    @property
+    def is_upper(self) -> bool:
+        """Whether less is better."""
+        return self.measure in ("of the peer's time", "us on the device")
+
+
 class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     """A benchmark run: where, with what, how fast."""
 
@@ -152,4 +187,5 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[BenchRow]
     sweep: list[SweepPoint] = []
     weighted: list[Weighted] = []
+    targets: list[Target] = []
     notes: list[str] = []

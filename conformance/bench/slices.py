@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 from attnconform.conformance.bench.timing import Samples
 
 MAX_GROUPS = 4
+NO_FALLBACK = "none"
 
 
 class SetFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -15,7 +16,7 @@ class SetFacts(msgspec.Struct, frozen=True, kw_only=True):
     candidate_blocks: int
     pages_touched: int
     longest_row: int  # tokens
-    fallback: str = "none"
+    fallback: str = NO_FALLBACK
 
 
 class Slice(msgspec.Struct, frozen=True, kw_only=True):

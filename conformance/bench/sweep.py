@@ -1,32 +1,39 @@
 """Suite sweep: sparse against dense over length, batch, query length, candidate rate, clustering and block size.
 
 One axis is varied at a time around one base, but rate and block size together, since the best block depends on the
-rate. Every point has the index inside its total, from candidates to output.
+rate. Every decode point has the index inside its total, from candidates to output; rows with lists of their own and
+chunks of prompts come with lists ready made. The ends of every axis are timed first, then what lies between: where the
+time is up, what is left out is only in between.
 """
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from itertools import zip_longest
+from typing import Any, TypeVar
 
-import torch
-
-from attnconform.conformance.bench.bundled import PlanRun, TierRun
+from attnconform.conformance.bench.block_sparse import OurBlocks
+from attnconform.conformance.bench.block_sparse_work import TINY_BLOCKS, BlockSparseShape, make_blocks
+from attnconform.conformance.bench.bundled import TierRun
 from attnconform.conformance.bench.crossing import crossing
-from attnconform.conformance.bench.decode_work import TINY, DecodeShape, DecodeWork, geometry_of, make_sets, make_work
+from attnconform.conformance.bench.decode_work import TINY, DecodeShape, DecodeWork, make_sets, make_work
 from attnconform.conformance.bench.machine import Machine
-from attnconform.conformance.bench.peers.sdpa import attend, logical
-from attnconform.conformance.bench.row import SweepPoint
-from attnconform.conformance.bench.timing import measure
+from attnconform.conformance.bench.row import CHUNK, SweepPoint
+from attnconform.conformance.bench.sweep_dense import dense_chunk_time, dense_time, rows_call, timed
 
 RATES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
 BLOCKS = (16, 32, 64)
 LENGTHS = (256, 1_024, 4_096, 16_384, 65_536, 131_072)
 BATCH_SIZES = (1, 4, 16, 64)
 RUN_LENGTHS = (1, 4, 16)
-QUERY_LENGTHS = (1, 4, 16)
+QUERY_LENGTHS = (1, 4, 16, 64)
+CHUNK_LENGTHS = (512, 2_048, 8_192, 32_768)  # committed keys of a request at the end of its chunk
+CHUNK_ROWS = 512
 BASE = DecodeShape(batch=8)
 BASE_RATE = 1 / 16
-POINT_SECONDS = 0.05
+SWEEP_SECONDS = 150.0  # after which no point is begun
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class Point:
     """One shape to time."""
 
     axis: str
-    shape: DecodeShape
+    shape: DecodeShape | BlockSparseShape
     seqlen_q: int = 1
 
 
@@ -45,51 +52,104 @@ def shape_at(base: DecodeShape, rate: float, **changes: Any) -> DecodeShape:
     return replace(shape, candidates=blocks * shape.page_size)
 
 
-def points(machine: Machine) -> list[Point]:
-    """All points on a GPU; two of each axis in the interpreter."""
-    base, real = (BASE, True) if machine.is_real else (replace(TINY, batch=1, seqlen_kv=64, page_size=8), False)
-
-    def some(values: tuple[Any, ...], tiny: tuple[Any, ...]) -> tuple[Any, ...]:
-        return values if real else tiny
-
+def axes(machine: Machine) -> list[list[Point]]:
+    """Every line of points; two of each in the interpreter."""
+    real = machine.is_real
+    base = BASE if real else replace(TINY, batch=1, seqlen_kv=64, page_size=8)
     rate = BASE_RATE if real else 1 / 4
-    axes = {
-        "rate and block": [
-            shape_at(base, r, page_size=b) for b in some(BLOCKS, (8, 16)) for r in some(RATES, (1 / 4, 1 / 2))
-        ],
-        "length": [shape_at(base, rate, seqlen_kv=n) for n in some(LENGTHS, (32, 64))],
-        "batch": [shape_at(base, rate, batch=n) for n in some(BATCH_SIZES, (1, 2))],
-        "clustering": [shape_at(base, rate, run_length=n) for n in some(RUN_LENGTHS, (1, 2))],
-    }
-    rows = [Point("query length", shape_at(base, rate), n) for n in some(QUERY_LENGTHS, (1, 2))]
-    return [Point(axis, shape) for axis, shapes in axes.items() for shape in shapes] + rows
+
+    def line(axis: str, shapes: list[DecodeShape]) -> list[Point]:
+        return [Point(axis, shape) for shape in shapes]
+
+    return [
+        *(
+            line("rate and block", [shape_at(base, r, page_size=b) for r in (RATES if real else (1 / 4, 1 / 2))])
+            for b in (BLOCKS if real else (8, 16))
+        ),
+        line("length", [shape_at(base, rate, seqlen_kv=n) for n in (LENGTHS if real else (32, 64))]),
+        line("batch", [shape_at(base, rate, batch=n) for n in (BATCH_SIZES if real else (1, 2))]),
+        line("clustering", [shape_at(base, rate, run_length=n) for n in (RUN_LENGTHS if real else (1, 2))]),
+        [Point("query length", shape_at(base, rate), n) for n in (QUERY_LENGTHS if real else (1, 2))],
+        chunks(machine),
+    ]
 
 
-def sweep_points(machine: Machine) -> Iterator[SweepPoint]:
-    """Times of every point; dense is timed once per batch, length and query length."""
+def chunks(machine: Machine) -> list[Point]:
+    """The last rows of prompts of growing length, over chosen blocks."""
+    base = BlockSparseShape(is_causal=True) if machine.is_real else replace(TINY_BLOCKS, is_causal=True)
+    rows, lengths = (CHUNK_ROWS, CHUNK_LENGTHS) if machine.is_real else (16, (16, 48))
+    return [Point(CHUNK, replace(base, seqlen=n, rows=rows), rows) for n in lengths]
+
+
+def ends_first(items: list[Item]) -> list[Item]:
+    """The first, the last, then again and again the middle of what is widest apart.
+
+    >>> ends_first([0, 1, 2, 3, 4])
+    [0, 4, 2, 1, 3]
+    """
+    order, gaps = [0, len(items) - 1][: len(items)], [(0, len(items) - 1)]
+    while gaps:
+        low, high = gaps.pop(0)
+        if high - low > 1:
+            middle = (low + high) // 2
+            order.append(middle)
+            gaps += [(low, middle), (middle, high)]
+    return [items[n] for n in order]
+
+
+def points(machine: Machine) -> list[Point]:
+    """Every point, the axes in turn and the ends of each first."""
+    turns = zip_longest(*(ends_first(line) for line in axes(machine)))
+    return [point for turn in turns for point in turn if point is not None]
+
+
+def sweep_points(machine: Machine, notes: list[str], seconds: float = SWEEP_SECONDS) -> Iterator[SweepPoint]:
+    """Times of every point that the time allows; a note says how many it did not."""
+    deadline = time.monotonic() + seconds
     dense: dict[tuple[int, ...], float] = {}
-    for point in points(machine):
-        work = make_work(point.shape, machine)
-        key = (point.shape.batch, point.shape.seqlen_kv, point.shape.page_size, point.seqlen_q)
-        if key not in dense:
-            dense[key] = dense_time(work, point.seqlen_q, machine)
-        yield time_point(point, work, dense[key], machine)
-        del work
+    wanted = points(machine)
+    for done, point in enumerate(wanted):
+        if machine.is_time_up or time.monotonic() > deadline:
+            notes.append(f"the time was up: {len(wanted) - done} of {len(wanted)} points of the sweep were left out")
+            return
+        if isinstance(point.shape, BlockSparseShape):
+            yield time_chunk(point.shape, machine)
+        else:
+            yield time_decode(point, point.shape, dense, machine)
         machine.release()
+
+
+def time_chunk(shape: BlockSparseShape, machine: Machine) -> SweepPoint:
+    """Rows of one prompt over chosen blocks, and over every block."""
+    work = make_blocks(shape, machine)
+    return SweepPoint(
+        axis=CHUNK, seqlen_kv=shape.seqlen, batch=1, seqlen_q=shape.seqlen_q, rate=work.rate, run_length=1,
+        block_size=shape.block_size, attention=timed(OurBlocks(work).run, machine), index=None,
+        dense=dense_chunk_time(work, machine), stage="attention",
+    )  # fmt: skip
+
+
+def time_decode(point: Point, shape: DecodeShape, dense: dict[tuple[int, ...], float], machine: Machine) -> SweepPoint:
+    """One decode point; dense is timed once per batch, length and query length."""
+    work = make_work(shape, machine)
+    key = (shape.batch, shape.seqlen_kv, shape.page_size, point.seqlen_q)
+    if key not in dense:
+        dense[key] = dense_time(work, point.seqlen_q, machine)
+    return time_point(point, work, dense[key], machine)
 
 
 def time_point(point: Point, work: DecodeWork, dense: float, machine: Machine) -> SweepPoint:
     """Index and attention of one shape."""
-    shape = point.shape
+    shape = work.shape
     if point.axis == "query length":  # a tier has one row a request, so that no point of this axis has an index
-        attention, index = rows_time(work, point.seqlen_q, machine), None
+        attention, index = timed(rows_call(work, point.seqlen_q, is_sparse=True), machine), None
     else:
         sets = make_sets(work, machine)
         tier = TierRun(work, capacity=shape.candidates)
         tier.from_candidates(work)
         tier.tier.raise_if_refused()
-        index = timed([lambda w=w: tier.index(w) for w in sets], machine)
-        attention = timed([lambda w=w: tier.attend(w) for w in sets], machine)
+        index = timed([partial(tier.index, w) for w in sets], machine)
+        attention = timed([partial(tier.attend, w) for w in sets], machine)
     return SweepPoint(
         axis=point.axis,
         seqlen_kv=shape.seqlen_kv,
@@ -105,54 +165,6 @@ def time_point(point: Point, work: DecodeWork, dense: float, machine: Machine) -
     )
 
 
-def timed(calls: Any, machine: Machine) -> float:
-    return measure(calls, machine, seconds=POINT_SECONDS, host_events=5).timing.median
-
-
-def dense_time(work: DecodeWork, seqlen_q: int, machine: Machine) -> float:
-    """Every key of the same batch: one row by the faster of the same kernels and torch's, which reads no pages."""
-    if seqlen_q > 1:
-        return timed(rows_call(work, seqlen_q, is_sparse=False), machine)
-    k, v = logical(work, work.k_cache), logical(work, work.v_cache)
-    return min(timed(PlanRun.dense(work), machine), timed(lambda: attend(work, k, v), machine))
-
-
-def rows_time(work: DecodeWork, seqlen_q: int, machine: Machine) -> float:
-    """Attention of several query rows a request, each with its own list."""
-    return timed(rows_call(work, seqlen_q, is_sparse=True), machine)
-
-
-def rows_call(work: DecodeWork, seqlen_q: int, *, is_sparse: bool) -> Any:
-    """A planned run of seqlen_q rows a request: each row has a list of its own, and sees no key after it."""
-    from attnconform.kernels import sparse_attention
-    from attnconform.kernels.sparse_attention import rules
-
-    s, device = work.shape, work.q.device
-    ids, count = s.seqlen_kv // s.block_size, s.candidates // s.block_size
-    lists = s.batch * seqlen_q * s.num_kv_heads
-    candidates = None
-    if is_sparse:
-        chosen = torch.rand(lists, ids, device=device).topk(count, dim=-1).indices.int()
-        candidates = sparse_attention.CandidateLists(
-            granularity=s.granularity,
-            block_size=s.block_size,
-            sharing="kv_head",
-            indptr=torch.arange(0, chosen.numel() + 1, count, device=device, dtype=torch.int32),
-            indices=chosen.reshape(-1),
-        )
-    plan = sparse_attention.plan(
-        qo_indptr=torch.arange(s.batch + 1, device=device) * seqlen_q,
-        seqlen_kv=torch.full((s.batch,), s.seqlen_kv, device=device),
-        page_table=work.page_table,
-        mask_rule=rules.Causal(),
-        candidates=candidates,
-        **geometry_of(work),
-    )
-    q = torch.randn(s.batch * seqlen_q, s.num_qo_heads, s.head_dim, dtype=s.dtype, device=device)
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=device)
-    return lambda: sparse_attention.run(plan, q, work.k_cache, work.v_cache, out=out, lse=lse)
-
-
 def rate_crossings(found: list[SweepPoint]) -> dict[int, float | None]:
     """Block size -> the rate from which on dense is faster; None where one of them always is."""
     crossings = {}
@@ -162,10 +174,19 @@ def rate_crossings(found: list[SweepPoint]) -> dict[int, float | None]:
     return crossings
 
 
-def length_crossing(found: list[SweepPoint]) -> float | None:
+def length_crossing(found: list[SweepPoint], axis: str = "length") -> float | None:
     """The length from which on sparse is faster."""
-    line = sorted((p for p in found if p.axis == "length"), key=lambda p: p.seqlen_kv)
+    line = sorted((p for p in found if p.axis == axis), key=lambda p: p.seqlen_kv)
     return crossing([p.seqlen_kv for p in line], [p.total for p in line], [p.dense for p in line])
+
+
+def crossing_text(found: list[SweepPoint]) -> str:
+    """Every crossing point with dense, in words."""
+    known = {f"rate, block {block}": f"{rate:.1%}" if rate else "none" for block, rate in rate_crossings(found).items()}
+    for axis in ("length", CHUNK):
+        length = length_crossing(found, axis)
+        known[axis] = f"{length:,.0f} tokens" if length else "none"
+    return "crossing with dense: " + "; ".join(f"{name}: {where}" for name, where in known.items())
 
 
 def choices(found: list[SweepPoint]) -> dict[float, str]:

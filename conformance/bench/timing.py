@@ -6,22 +6,27 @@ also keeps the device busy until the host has handed over the next call, so that
 host in it. What a call does on the host is in the host's times only, which start with an idle device.
 """
 
+import gc
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from attnconform.conformance.bench.cores import on_core
 from attnconform.conformance.bench.machine import Machine
 
-WARM_UPS, EVENTS, HOST_EVENTS = 100, 1000, 100
+WARM_UPS, EVENTS, HOST_EVENTS = 100, 1000, 240
 MIN_EVENTS, INTERPRETED_EVENTS = 5, 1
 FILL_SECONDS, MAX_FILLS = 60e-6, 9  # one fill of L2 and more, on the fastest memory there is
+STRETCHES = 6  # into which one uninterrupted measurement is cut, as a block of its own each
 Call = Callable[[], object]
 Times = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
 class Quantiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,20 +37,36 @@ class Quantiles(msgspec.Struct, frozen=True, kw_only=True):
     p95: float
     p99: float
     events: int
+    blocks: list[float] = []  # medians of the blocks that the events were taken in
 
     @classmethod
-    def of(cls, times: "Times") -> "Quantiles":
+    def of(cls, times: Times, blocks: Ints | None = None) -> "Quantiles":
         p5, median, p95, p99 = (float(np.quantile(times, q)) for q in (0.05, 0.5, 0.95, 0.99))
-        return cls(median=median, p5=p5, p95=p95, p99=p99, events=len(times))
+        groups = [] if blocks is None else [times[blocks == number] for number in np.unique(blocks)]
+        medians = [float(np.median(group)) for group in groups]
+        return cls(median=median, p5=p5, p95=p95, p99=p99, events=len(times), blocks=medians)
+
+    @property
+    def low(self) -> float:
+        """The fastest block."""
+        return min(self.blocks, default=self.median)
+
+    @property
+    def high(self) -> float:
+        return max(self.blocks, default=self.median)
 
     @property
     def spread(self) -> float:
-        """How far apart nine tenths of the events are, as a share of the median."""
-        return (self.p95 - self.p5) / self.median if self.median else 0.0
+        """How far a block's median is from the median at most, as a share of it."""
+        return max(self.high - self.median, self.median - self.low) / self.median if self.median else 0.0
 
     def agrees_with(self, other: "Quantiles") -> bool:
-        """Whether the medians are no farther apart than the events of one run are."""
-        return abs(self.median - other.median) <= max(self.p95 - self.p5, other.p95 - other.p5)
+        """Whether the blocks of two runs overlap.
+
+        Where nothing but chance tells them apart, all n blocks of one run lie beyond all n of the other once in
+        C(2n, n) / 2 times: with six blocks, once in 462.
+        """
+        return self.low <= other.high and other.low <= self.high
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,28 +88,69 @@ class Samples:
     """Every event of one measurement, in microseconds."""
 
     device: Times  # (events,)
-    sets: NDArray[np.int64]  # (events,) which input set each event read
+    sets: Ints  # (events,) which input set each event read
     host: Times
     issue: Times
-    warm_ups: int
-    recompiles: int  # compilations after the warm-up
+    warm_ups: int = 0
+    recompiles: int = 0  # compilations after the warm-up
+    num_sets: int = 1
+    device_blocks: Ints | None = None  # (events,) which block each was taken in; None: none are told apart
+    host_blocks: Ints | None = None
 
     @property
     def timing(self) -> Timing:
         return Timing(
-            device=Quantiles.of(self.device),
-            host=Quantiles.of(self.host),
+            device=Quantiles.of(self.device, self.device_blocks),
+            host=Quantiles.of(self.host, self.host_blocks),
             issue_median=float(np.median(self.issue)),
             warm_ups=self.warm_ups,
         )
 
+    def by_host(self) -> "Samples":
+        """The host's events in the place of the device's, of one measurement: its calls took turns."""
+        sets = np.arange(len(self.host)) % self.num_sets
+        return replace(self, device=self.host, sets=sets, device_blocks=self.host_blocks)
+
+    @classmethod
+    def join(cls, parts: "Sequence[Samples]") -> "Samples":
+        """Measurements of one stage in several blocks, each with input sets of its own; one keeps its stretches."""
+        if len(parts) == 1:
+            return parts[0]
+        before = np.cumsum([0, *(part.num_sets for part in parts)])
+        return cls(
+            device=np.concatenate([part.device for part in parts]),
+            sets=np.concatenate([part.sets + first for part, first in zip(parts, before, strict=False)]),
+            host=np.concatenate([part.host for part in parts]),
+            issue=np.concatenate([part.issue for part in parts]),
+            warm_ups=sum(part.warm_ups for part in parts),
+            recompiles=sum(part.recompiles for part in parts),
+            num_sets=int(before[-1]),
+            device_blocks=np.repeat(np.arange(len(parts)), [len(part.device) for part in parts]),
+            host_blocks=np.repeat(np.arange(len(parts)), [len(part.host) for part in parts]),
+        )
+
+
+def stretches(count: int) -> Ints:
+    """Which of some equal stretches each of so many events belongs to.
+
+    >>> stretches(12).tolist()
+    [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    """
+    return np.arange(count) * STRETCHES // max(count, 1)
+
 
 def measure(
-    calls: Call | Sequence[Call], machine: Machine, *, seconds: float = 1.0, host_events: int = HOST_EVENTS
+    calls: Call | Sequence[Call],
+    machine: Machine,
+    *,
+    seconds: float = 1.0,
+    events: int = EVENTS,
+    host_events: int = HOST_EVENTS,
+    core: int | None = None,
 ) -> Samples:
     """Times calls in turn, one for each input set; at most about `seconds` of device time."""
     in_turn = [calls] if callable(calls) else list(calls)
-    for call in in_turn:
+    for call in in_turn * (2 if machine.is_real else 1):  # a second call may capture what the first compiled
         call()
     machine.synchronize()
     once = max(wall_time(in_turn[0], machine), 1e-5) + 1e-4 if machine.is_real else 1.0
@@ -98,11 +160,22 @@ def measure(
     machine.synchronize()
     fills = fills_needed(in_turn[0], machine)
     once += fills * FILL_SECONDS
-    count = min(EVENTS, max(MIN_EVENTS, int(seconds / once))) if machine.is_real else INTERPRETED_EVENTS
+    count = min(events, max(MIN_EVENTS, int(seconds / once))) if machine.is_real else INTERPRETED_EVENTS
     before = machine.compiles.total
-    device, sets = device_times(in_turn, machine, count, fills)
-    host, issue = host_times(in_turn, machine, min(count, host_events))
-    return Samples(device, sets, host, issue, warm_ups + len(in_turn), machine.compiles.total - before)
+    with on_core(core):
+        device, sets = device_times(in_turn, machine, count, fills)
+        host, issue = host_times(in_turn, machine, min(count, host_events))
+    return Samples(
+        device,
+        sets,
+        host,
+        issue,
+        warm_ups=warm_ups + len(in_turn),
+        recompiles=machine.compiles.total - before,
+        num_sets=len(in_turn),
+        device_blocks=stretches(len(device)),
+        host_blocks=stretches(len(host)),
+    )
 
 
 def wall_time(call: Call, machine: Machine) -> float:
@@ -126,7 +199,7 @@ def fills_needed(call: Call, machine: Machine) -> int:
     return 1 + min(MAX_FILLS, int(1.5 * float(np.median(times)) / FILL_SECONDS))
 
 
-def device_times(calls: list[Call], machine: Machine, count: int, fills: int) -> tuple[Times, NDArray[np.int64]]:
+def device_times(calls: list[Call], machine: Machine, count: int, fills: int) -> tuple[Times, Ints]:
     """Microseconds between two device events around each call, and the set that it read."""
     sets = np.arange(count) % len(calls)
     if not machine.is_real:
@@ -145,15 +218,28 @@ def device_times(calls: list[Call], machine: Machine, count: int, fills: int) ->
 def host_times(calls: list[Call], machine: Machine, count: int) -> tuple[Times, Times]:
     """Microseconds by the host's clock, the device idle before and after; and until each call returned."""
     done, issued = [], []
-    for n in range(count):
-        machine.flush()
-        machine.synchronize()
-        started = time.perf_counter()
-        calls[n % len(calls)]()
-        issued.append(1e6 * (time.perf_counter() - started))
-        machine.synchronize()
-        done.append(1e6 * (time.perf_counter() - started))
+    with no_collection():
+        for n in range(count):
+            machine.flush()
+            machine.synchronize()
+            started = time.perf_counter()
+            calls[n % len(calls)]()
+            issued.append(1e6 * (time.perf_counter() - started))
+            machine.synchronize()
+            done.append(1e6 * (time.perf_counter() - started))
     return np.array(done), np.array(issued)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """No garbage collection inside: whose event it falls into is chance."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class Ceilings(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,7 +21,13 @@ def length_counts(trace: Trace, phase: Phase) -> dict[float, int]:
 
 
 def weigh(trace_name: str, phase: Phase, counts: dict[float, int], points: Sequence[SweepPoint]) -> Weighted:
-    """Every length counts at the swept length nearest to it. Raises ValueError where there is nothing to weigh."""
+    """Every length counts at the swept length nearest to it.
+
+    Raises ValueError where there is nothing to weigh, or where points of another phase are among them.
+    """
+    others = [p.key for p in points if p.phase != phase]
+    if others:
+        raise ValueError(f"{phase} is weighed, and {others[0]} is not of it")
     by_length = {p.seqlen_kv: p for p in sorted(points, key=lambda p: p.seqlen_kv)}
     if not by_length or not counts:
         raise ValueError(f"{trace_name} has {len(counts)} lengths of {phase}, the sweep {len(by_length)}")

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 
-from attnconform.conformance.bench.command import DiagnosisReport
+from attnconform.conformance.bench.diagnosing import DiagnosisReport
 from attnconform.conformance.bench.figures import Figures
 from attnconform.conformance.bench.machine import Environment, open_machine
 from attnconform.conformance.bench.row import BenchReport, BenchRow, SweepPoint
@@ -17,11 +17,14 @@ CEILINGS = Ceilings(copy_bytes_per_second=4e12, matmul_flops_per_second=7e14)
 FOLDER = Path(__file__).parent
 
 
-def make_timing(median, *, p99=None, host=None):
-    """A timing whose events are all but equal."""
+def make_timing(median, *, p99=None, host=None, apart=0.02):
+    """A timing whose events are all but equal, and whose blocks lie so far apart."""
 
     def quantiles(value, tail=None):
-        return Quantiles(median=value, p5=value * 0.99, p95=value * 1.01, p99=tail or value * 1.02, events=1000)
+        blocks = [value * (1 + apart * place / 2) for place in (-1, -0.5, 0, 0, 0.5, 1)]
+        return Quantiles(
+            median=value, p5=value * 0.99, p95=value * 1.01, p99=tail or value * 1.02, events=1000, blocks=blocks
+        )
 
     return Timing(device=quantiles(median, p99), host=quantiles(host or 2 * median), issue_median=20.0, warm_ups=100)
 

@@ -1,13 +1,26 @@
 """Crossing points, the scheduler's table, weights, slices and pictures, from recorded numbers."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
+from attnconform.conformance.bench.command import weighted_by
 from attnconform.conformance.bench.crossing import crossing
 from attnconform.conformance.bench.figures import Lengths, histogram, longest_over_fair
 from attnconform.conformance.bench.plot import write_plot
 from attnconform.conformance.bench.slices import SetFacts, rank_groups, slice_events
-from attnconform.conformance.bench.sweep import choices, length_crossing, rate_crossings
+from attnconform.conformance.bench.sweep import (
+    BLOCKS,
+    RATES,
+    axes,
+    choices,
+    length_crossing,
+    points,
+    rate_crossings,
+    sweep_points,
+)
 from attnconform.conformance.bench.timing import Samples
 from attnconform.conformance.bench.weighting import length_counts, weigh
 from attnconform.conformance.replay import open_trace
@@ -55,14 +68,43 @@ def test_every_length_of_a_trace_counts_once(numbers):
     assert weighted.best == weighted.sparse == 15.0
 
 
+def test_phases_are_never_weighed_together(numbers):
+    chunk = numbers.point(axis="chunk", seqlen_q=512)
+    with pytest.raises(ValueError, match="decode is weighed, and chunk: kv 1024"):
+        weigh("t", "decode", {100.0: 1}, [numbers.point(), chunk])
+    assert weigh("t", "prefill", {100.0: 1}, [chunk]).phase == "prefill"
+
+
+def test_a_sweep_has_a_summary_of_each_phase(numbers):
+    sweep = [numbers.point(), numbers.point(axis="chunk", seqlen_q=512), numbers.point(axis="batch")]
+    weighted = weighted_by(sweep, open_trace(Path("gemma3_270m")))
+    assert [w.phase for w in weighted] == ["decode", "prefill"]
+    assert weighted_by([numbers.point(axis="batch")], None) == []
+
+
+def test_the_ends_of_every_axis_come_before_what_lies_between():
+    real = SimpleNamespace(is_real=True)
+    found = points(real)
+    assert len(found) == len(BLOCKS) * len(RATES) + 6 + 4 + 3 + 4 + 4
+    early = found[: 2 * len(axes(real))]
+    for line in axes(real):
+        assert line[0] in early
+        assert line[-1] in early
+    assert {p.axis for p in found} >= {"rate and block", "length", "batch", "query length", "clustering", "chunk"}
+
+
+def test_a_sweep_ends_when_its_time_is_up_and_says_what_is_missing(machine):
+    notes = []
+    assert list(sweep_points(machine, notes, seconds=0.0)) == []
+    assert notes == ["the time was up: 14 of 14 points of the sweep were left out"]
+
+
 def test_nothing_to_weigh_is_refused(numbers):
     with pytest.raises(ValueError, match="t has 0 lengths of decode"):
         weigh("t", "decode", {}, [numbers.point()])
 
 
 def test_a_recorded_trace_has_lengths_of_both_phases():
-    from pathlib import Path
-
     trace = open_trace(Path("gemma3_270m"))
     for phase in ("prefill", "decode"):
         counts = length_counts(trace, phase)
@@ -73,7 +115,7 @@ def test_a_recorded_trace_has_lengths_of_both_phases():
 def test_a_tail_is_found_in_the_slice_that_has_it():
     sets = np.arange(400) % 4
     device = np.where(sets == 3, 900.0, 100.0)
-    samples = Samples(device, sets, device, device, 0, 0)
+    samples = Samples(device, sets, device, device, num_sets=4)
     facts = [
         SetFacts(candidate_blocks=64, pages_touched=64, longest_row=32 if n < 3 else 800, fallback="none")
         for n in range(4)

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from click.testing import CliRunner
 from rich.console import Console
 
 from attnconform.conformance.backend import Backend, Capabilities, Forward
-from attnconform.conformance.bench import foreign
-from attnconform.conformance.bench.decode_work import TINY, make_sets, make_work
+from attnconform.conformance.bench import decode, foreign
+from attnconform.conformance.bench.decode import draw_of
+from attnconform.conformance.bench.decode_work import TINY
 from attnconform.conformance.bench.figures import Figures
 from attnconform.conformance.bench.performance_gate import (
     compare_performance,
@@ -16,6 +18,7 @@ from attnconform.conformance.bench.performance_gate import (
 )
 from attnconform.conformance.bench.row import Peer
 from attnconform.conformance.bench.timing import Ceilings
+from attnconform.conformance.command_line import main
 
 
 def gate(numbers, before, now):
@@ -46,6 +49,15 @@ def test_a_worse_ratio_to_the_peer_of_the_same_run_closes_it(numbers):
         numbers, numbers.row(peer=Peer(name="flashinfer", timing=numbers.timing(110.0))), numbers.row(peer=faster_peer)
     )
     assert report.worse == ["seed64k: w: attention: 1.10 times as fast as flashinfer before, 0.80 now"]
+
+
+def test_a_ratio_that_is_no_longer_there_closes_it(numbers):
+    before = numbers.row(peer=Peer(name="flashinfer", timing=numbers.timing(110.0)))
+    gone = numbers.row(peer=Peer(name="flashinfer", error="not installed"))
+    assert gate(numbers, before, gone).worse == [
+        "seed64k: w: attention: 1.10 times as fast as flashinfer before, not compared now: not installed"
+    ]
+    assert "no peer was asked for" in gate(numbers, before, numbers.row()).worse[0]
 
 
 @pytest.mark.parametrize(
@@ -100,6 +112,12 @@ def test_a_fast_row_with_a_wrong_answer_closes_it(numbers, error):
     assert "fails the gate" in performance_markdown(report, numbers.report(row))
 
 
+@pytest.mark.parametrize("suite", ["seed64k", "prefill"])
+def test_a_prompt_is_held_to_its_dense_time_like_a_decode_batch(numbers, suite):
+    row = numbers.row(suite=suite, ours=numbers.timing(700.0), dense=numbers.timing(800.0), rate=0.25)
+    assert "25% of the keys take 88% of the time of all of them" in gate(numbers, row, row).dishonest[0]
+
+
 class Masked(Backend):
     """Right, and secretly dense: every key of the cache under a mask."""
 
@@ -124,6 +142,18 @@ class SkipsKeys(Backend):
         return Forward(attend_all(problem, tensors, masks), None, path="sparse")
 
 
+class FallsBack(Masked):
+    """For one input set of two, and says so."""
+
+    first = None
+
+    def forward(self, problem, tensors):
+        self.first = self.first or tensors.q.data_ptr()
+        is_first = tensors.q.data_ptr() == self.first
+        forward = super().forward(problem, tensors)
+        return Forward(forward.out, None, path="fallback dense-rate" if is_first else "sparse")
+
+
 def attend_all(problem, tensors, masks):
     spec = problem.spec
     out = torch.empty_like(tensors.q)
@@ -140,8 +170,7 @@ def attend_all(problem, tensors, masks):
 
 def foreign_report(numbers, backend, machine):
     """A row as bench -b makes it, timings included, under a GPU's ceilings."""
-    sets = make_sets(make_work(TINY, machine), machine, count=2)
-    row = foreign.foreign_row(backend, sets, machine, seconds=0.1)
+    row = foreign.foreign_row(backend, draw_of(TINY, machine), machine, seconds=0.1)
     return numbers.report(row, is_interpreted=True)
 
 
@@ -154,6 +183,53 @@ def test_correct_but_secretly_dense_is_caught_without_a_clock(numbers, machine):
 def test_fast_because_keys_were_skipped_is_caught_without_a_clock(numbers, machine):
     report = foreign_report(numbers, SkipsKeys(), machine)
     assert "keys were skipped or doubled" in compare_performance(report, report).dishonest[0]
+
+
+def test_a_fallback_is_counted_and_its_events_stand_apart(numbers, machine):
+    row = foreign.foreign_row(FallsBack(), draw_of(TINY, machine), machine, seconds=0.1)
+    assert row.figures.fallbacks == {"fallback dense-rate": 1}
+    assert {s.group for s in row.slices if s.by == "fallback"} == {"fallback dense-rate", "none"}
+
+
+DENSE_IN_SECRET = """
+import torch
+from attnconform.conformance import Backend, Capabilities, Forward
+
+class Dense(Backend):
+    name = "dense in secret"
+    capabilities = Capabilities(has_backward=False)
+
+    def forward(self, problem, tensors):
+        spec, out = problem.spec, torch.empty_like(tensors.q)
+        for n, mask in enumerate(problem.masks):
+            k, v = (
+                problem.gathered(cache, n).repeat_interleave(spec.group_size, dim=1).transpose(0, 1)
+                for cache in (tensors.k_cache, tensors.v_cache)
+            )
+            rows = problem.q_rows(n)
+            scores = (tensors.q[rows].transpose(0, 1) @ k.transpose(1, 2)) * spec.sm_scale
+            out[rows] = (scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v).transpose(0, 1)
+        return Forward(out, None, path="sparse")
+"""
+
+
+def test_the_gate_command_catches_a_dense_pass_by_itself(machine, tmp_path, monkeypatch):
+    monkeypatch.setattr(decode, "shapes", lambda machine: [TINY])
+    (tmp_path / "dense_in_secret.py").write_text(DENSE_IN_SECRET)
+    monkeypatch.syspath_prepend(tmp_path)
+    baseline, out = tmp_path / "b.json", tmp_path / "out"
+    arguments = ["gate", "-b", "dense_in_secret:Dense", "--performance", "--baseline", str(baseline), "--out", str(out)]
+    for more in (["--write-baseline"], []):
+        done = CliRunner().invoke(main, [*arguments, *more])
+        assert done.exit_code == 1, done.output
+    assert "it reads more keys" in (out / "gate-performance.md").read_text()
+
+
+def test_a_gate_over_nothing_is_refused(numbers, tmp_path):
+    with pytest.raises(ValueError, match="no row was measured"):
+        performance_gate(
+            Console(quiet=True), baseline=tmp_path / "b.json", run=numbers.report, out=tmp_path, write_baseline=True
+        )
 
 
 def test_the_bundled_kernels_are_neither(numbers, machine):

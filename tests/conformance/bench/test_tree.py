@@ -3,9 +3,21 @@
 import msgspec
 import pytest
 
+from attnconform.conformance.bench.diagnosing import evidence_lines
 from attnconform.conformance.bench.evidence import Compute, Evidence, FixedCost, Memory, Scheduling, Times
 from attnconform.conformance.bench.slices import Slice
-from attnconform.conformance.bench.tree import BRANCHES, diagnose
+from attnconform.conformance.bench.tree import (
+    BRANCHES,
+    diagnose,
+    empty_tiles,
+    extra_traffic,
+    host_gap,
+    index_dominates,
+    little_in_flight,
+    long_programs,
+    merge_dominates,
+    tail,
+)
 
 change = msgspec.structs.replace
 # 64 rows of 264 pages on one H200: 277 us for 1.03 GiB
@@ -116,6 +128,24 @@ def test_a_spike_without_a_cause_points_at_its_slices():
     assert "worst by longest row: 801 to 4096, P99 9000 us of 100 events" in diagnose(spike)[0].evidence
 
 
+FIRES = {
+    extra_traffic: altered(memory={"bytes_dram": 2_500_000_000}),
+    long_programs: altered(times={"attention": 900.0}, scheduling={"longest_over_fair": 7.0, "processors_busy": 0.2}),
+    empty_tiles: altered(compute={"tile_efficiency": 0.3}, times={"attention": 500.0}),
+    little_in_flight: altered(times={"attention": 900.0}),
+    index_dominates: altered(times={"index": 600.0, "end_to_end": 1017.0}),
+    merge_dominates: altered(times={"merge": 100.0}),
+    host_gap: altered(times={"host_median": 900.0, "host_p99": 990.0}),
+    tail: altered(times={"host_p99": 12_000.0}),
+}
+
+
+def test_every_branch_has_numbers_on_which_it_fires():
+    assert FIRES.keys() == set(BRANCHES)
+    for branch, evidence in FIRES.items():
+        assert branch(evidence).is_fault, branch.__name__
+
+
 @pytest.mark.parametrize("branch", BRANCHES, ids=lambda b: b.__name__)
 def test_no_branch_accuses_what_is_well(branch):
     assert branch(WELL) is None
@@ -133,3 +163,10 @@ def test_no_branch_accuses_what_is_well(branch):
 def test_what_an_h200_measured_is_diagnosed_right(recorded, subject, expected):
     findings = diagnose(recorded[subject].evidence)
     assert [f.conclusion for f in findings] == [expected]
+
+
+def test_a_diagnosis_prints_four_runs_and_four_groups(recorded):
+    lines = list(evidence_lines(recorded["one program per row"].evidence))
+    assert [line.split(":")[0] for line in lines] == ["runs", "memory", "compute", "scheduling", "fixed cost"]
+    assert "processors busy 13%" in lines[3]
+    assert "dense 2186 us; index only 67; fixed candidates 954; end to end 1078" in lines[0]
