@@ -9,25 +9,23 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from functools import partial
 from itertools import islice, zip_longest
 from multiprocessing import get_context
-from pathlib import Path
 
 import msgspec
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from attnconform.conformance.adapters.reference_steps import StepsBackend
 from attnconform.conformance.backend import Backend
 from attnconform.conformance.cases.matrix import matrix
 from attnconform.conformance.cases.structure import Case
-from attnconform.conformance.deviations import DEVIATIONS, FAULT_CLASSES, Deviation
+from attnconform.conformance.deviations import DEVIATIONS, Deviation
 from attnconform.conformance.deviations.judging import NOT_A_KILL, WITH_NUMBERS, is_tagged
 from attnconform.conformance.deviations.structures import is_structural
+from attnconform.conformance.explain.answer import Answer, Make
 from attnconform.conformance.explain.discriminate import size_of
 from attnconform.conformance.explain.evidence import Script
 from attnconform.conformance.explain.explain import explain
@@ -39,7 +37,6 @@ from attnconform.reference.steps import AttentionResult
 
 MAX_JUDGED = 60  # cases that a deviation is given to fail one
 SCREENED = 24  # cases of its clause that are tried first
-TARGET = 0.9  # of the deviations have to be found
 STREAM, NUDGE = 77, 0.25  # of the pattern of roundings; of a float32 unit in the last place
 
 
@@ -54,6 +51,9 @@ class BlindRecord(msgspec.Struct, frozen=True, kw_only=True):
     state: str = ""
     check: str = ""
     minimal_case_id: str = ""
+    sizes: dict[str, int] = {}  # of the smallest case
+    stage: str = ""  # the first wrong one
+    where: str = ""  # in kernel terms
     rank: int | None = None  # 1: no other is ahead; None: not ranked at all
     is_found: bool = False
     ties: tuple[str, ...] = ()  # the others that nothing seen tells from it
@@ -102,11 +102,11 @@ def rounded(result: AttentionResult) -> AttentionResult:
     return AttentionResult(out, lse)
 
 
-def first_failure(deviation: Deviation, cases: Sequence[Case]) -> tuple[Case, CaseResult] | None:
-    """A case that a deviation fails, small ones first; None where it fails none of MAX_JUDGED that were judged."""
+def first_failure(deviation: Deviation, make: Make, cases: Sequence[Case]) -> tuple[Case, CaseResult] | None:
+    """A case that its subject fails, small ones first; None where it fails none of MAX_JUDGED that were judged."""
     judged = 0
     for case in likely_failures(deviation, cases):
-        result = judge_case(case, deviation.build())
+        result = judge_case(case, make())
         if result.state not in NOT_A_KILL and result.findings:
             return case, result
         judged += result.state != "UNSUPPORTED"
@@ -119,10 +119,13 @@ def likely_failures(deviation: Deviation, cases: Sequence[Case]) -> Iterator[Cas
     """Cases of its clause on which one call shows the deviation, then those of its clause, then others that show it."""
     tagged = sorted((case for case in cases if exercises(case, deviation.clause)), key=size_of)
     others = sorted((case for case in cases if not exercises(case, deviation.clause)), key=size_of)
-    first = tagged[:SCREENED]
-    shown = [case for case in first if shows(case, deviation)]
-    yield from shown
-    yield from (case for case in first if case not in shown)
+    hidden: list[Case] = []
+    for case in tagged[:SCREENED]:
+        if shows(case, deviation):
+            yield case
+        else:
+            hidden.append(case)
+    yield from hidden
     yield from (case for case in tagged[SCREENED:] if shows(case, deviation))
     yield from (case for case in others if case.operation in WITH_NUMBERS and shows(case, deviation))
 
@@ -132,13 +135,26 @@ def exercises(case: Case, clause: str) -> bool:
     return clause in case.clauses or is_tagged(case, clause)
 
 
+# by case id, which names the content: what does not depend on the deviation is made once
+FIRST_CALLS: dict[str, tuple[Script, list[Answer]]] = {}
+
+
+def first_calls(case: Case) -> tuple[Script, list[Answer]]:
+    """A case's script, and what the reference gives in its first calls; the tensors themselves are let go."""
+    if case.id not in FIRST_CALLS:
+        script = Script(case)
+        answers = islice(script.answers(StepsBackend), len(WITH_NUMBERS))
+        FIRST_CALLS[case.id] = script, [replace(answer, seen=None) for answer in answers]
+    return FIRST_CALLS[case.id]
+
+
 def shows(case: Case, deviation: Deviation) -> bool:
     """Whether the first calls differ in any bit from the reference's; any, where a case has no outputs to compare."""
     if case.operation not in WITH_NUMBERS:
         return True
-    script = Script(case)
-    answers = (islice(script.answers(make), len(WITH_NUMBERS)) for make in (deviation.build, StepsBackend))
-    return any(a is None or b is None or not a.same_bits(b) for a, b in zip_longest(*answers))
+    script, right = first_calls(case)
+    given = islice(script.answers(deviation.build), len(WITH_NUMBERS))
+    return any(a is None or b is None or not a.same_bits(b) for a, b in zip_longest(given, right))
 
 
 def examine(deviation: Deviation, number: int, cases: Sequence[Case], seed: int, rounding: bool) -> BlindRecord:
@@ -151,14 +167,11 @@ def examine(deviation: Deviation, number: int, cases: Sequence[Case], seed: int,
         is_structural=is_structural(deviation),
     )
     with np.errstate(all="ignore"):
-        failure = first_failure(deviation, cases)
+        make = partial(anonymous, deviation, number, rounding)
+        failure = first_failure(deviation, make, cases)
         if failure is None:
             return msgspec.structs.replace(record, error="fails no case", seconds=time.perf_counter() - started)
         case, result = failure
-        make = partial(anonymous, deviation, number, rounding)
-        result = judge_case(case, make())
-        if not result.findings:
-            return msgspec.structs.replace(record, error="passes", seconds=time.perf_counter() - started)
         order = shuffled(list(DEVIATIONS.values()), seed)
         explanation = explain(case, make, result, deviations=order, cases=cases)
     place = place_of(deviation, explanation.matches)
@@ -168,9 +181,26 @@ def examine(deviation: Deviation, number: int, cases: Sequence[Case], seed: int,
         state=result.state,
         check=result.findings[0].check,
         minimal_case_id=explanation.small.id,
+        sizes=sizes_of(explanation.small),
+        stage="" if explanation.stage is None else explanation.stage.name,
+        where=explanation.where,
         seconds=time.perf_counter() - started,
         **place,
     )
+
+
+def sizes_of(case: Case) -> dict[str, int]:
+    """How large a case is, in what shrinking takes away; nothing of one that is not shrunk."""
+    s = case.structure
+    if case.operation not in WITH_NUMBERS:
+        return {}
+    return {
+        "requests": len(s.seqlens_q),
+        "rows": sum(s.seqlens_q),
+        "heads": s.num_qo_heads,
+        "pages": s.num_pages,
+        "keys": sum(s.seqlens_kv),
+    }
 
 
 def place_of(deviation: Deviation, matches: Sequence[Match]) -> dict[str, object]:
@@ -195,15 +225,16 @@ def run_blind(
     seed: int = 0,
     rounding: bool = False,
     processes: int = 1,
+    known: Sequence[BlindRecord] = (),  # of other runs; these deviations are not tried again
     progress: Callable[[BlindRecord, int, int], None] = lambda *_: None,
 ) -> BlindReport:
     """Examines deviations under shuffled numbers; records come back in the order of their ids."""
-    cases = matrix("L1")
-    numbered = list(enumerate(shuffled(deviations, seed + 1)))
-    records = []
+    cases, tried = matrix("L1"), {record.id for record in known}
+    numbered = [(i, d) for i, d in enumerate(shuffled(deviations, seed + 1)) if d.id not in tried]
+    records = list(known)
     for record in examined(numbered, cases, seed, rounding, processes):
         records.append(record)
-        progress(record, len(records), len(numbered))
+        progress(record, len(records), len(numbered) + len(known))
     return BlindReport(seed=seed, rounding=rounding, records=tuple(sorted(records, key=lambda r: r.id)))
 
 
@@ -225,62 +256,3 @@ def examined(
 def examine_by_id(deviation_id: str, number: int, seed: int, rounding: bool) -> BlindRecord:
     """The same in a worker process, which has its own registry and matrix."""
     return examine(DEVIATIONS[deviation_id], number, matrix("L1"), seed, rounding)
-
-
-def blind_command(
-    console: Console, *, select: str, processes: int, seed: int, rounding: bool, json_path: Path | None
-) -> int:
-    """Runs it, prints what was not found and the figures by fault class; 0 where TARGET is reached, else 1.
-
-    `select` keeps deviations whose id, clause or fault class it is part of. Raises ValueError where none is left.
-    """
-    kept = [d for d in DEVIATIONS.values() if select in d.id or select in d.clause or select == d.fault_class]
-    if not kept:
-        raise ValueError(f"select is {select!r}, and no deviation has that in its id or clause")
-    with Progress(console=console, transient=True) as bar:
-        task = bar.add_task("explaining blind", total=len(kept))
-
-        def show(record: BlindRecord, done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, description=f"{done} of {total}")
-            if not record.is_found:
-                bar.console.print(not_found(record), highlight=False, markup=False, soft_wrap=True)
-
-        report = run_blind(kept, seed=seed, rounding=rounding, processes=processes, progress=show)
-    if json_path is not None:
-        json_path.write_bytes(msgspec.json.format(msgspec.json.encode(report, order="deterministic")))
-    print_report(console, report)
-    return 0 if report.share_found >= TARGET else 1
-
-
-def not_found(record: BlindRecord) -> str:
-    """One line on a deviation that was not ranked first."""
-    if record.error:
-        return f"{record.id} [{record.clause}]: {record.error}"
-    return (
-        f"{record.id} [{record.clause}]: rank {record.rank}, behind {record.named_first}, on {record.minimal_case_id}"
-    )
-
-
-def print_report(console: Console, report: BlindReport) -> None:
-    """Found and alone, by fault class, and in all."""
-    table = Table(title="explain, tried blind")
-    for column in ("fault class", "deviations", "found", "found alone", "clause named first", "seconds"):
-        table.add_column(column, justify="left" if column == "fault class" else "right")
-    groups = {name: [r for r in report.records if r.fault_class == name] for name in FAULT_CLASSES}
-    for name, records in [*groups.items(), ("all", list(report.records))]:
-        if records:
-            title = name if name == "all" else f"{name}: {FAULT_CLASSES[name]}"  # type: ignore[index]
-            table.add_row(title, *figures(records))
-    console.print(table)
-
-
-def figures(records: Sequence[BlindRecord]) -> tuple[str, ...]:
-    """The columns of some records."""
-    found = [r for r in records if r.is_found]
-    return (
-        str(len(records)),
-        str(len(found)),
-        str(sum(not r.ties for r in found)),
-        str(sum(r.is_clause_first for r in records)),
-        f"{sum(r.seconds for r in records):.0f}",
-    )

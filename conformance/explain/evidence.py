@@ -1,15 +1,15 @@
 """What a backend shows on a case: every answer of a fixed script of calls, with what else can be seen of each.
 
 The script repeats what the judge's checks call: other poison, other bytes in memory that nobody attends, the same call
-again, other numbers. A mistake that changes no number of a first call then still leaves a trace. For structures the
-script is the checks themselves, and what is kept is every answer they got.
+again, other numbers. A mistake that changes no number of a first call then still leaves a trace. After them come all
+calls of the check that failed, which may ask about another batch, plans or edited rules. For structures the script is
+the checks themselves, and what is kept is every answer they got.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import fields
 
-import msgspec
 import numpy as np
 import torch
 
@@ -17,7 +17,10 @@ from attnconform.conformance.adapters.reference_steps import StepsBackend
 from attnconform.conformance.backend import Backend
 from attnconform.conformance.cases.structure import Case, build_problem
 from attnconform.conformance.cases.values import Values
-from attnconform.conformance.judge.judge import run_checks
+from attnconform.conformance.explain.answer import Answer, Make
+from attnconform.conformance.explain.check_calls import check_answers
+from attnconform.conformance.explain.structure_calls import record_structures
+from attnconform.conformance.judge.judge import CHECKS_OF, run_checks
 from attnconform.conformance.judge.membership import one_hot_values
 from attnconform.conformance.judge.refusal import corrupted_tensors
 from attnconform.conformance.judge.storage import store_inputs
@@ -34,44 +37,17 @@ from attnconform.conformance.judge.trial import (
     overwrite,
     with_values,
 )
-from attnconform.conformance.structures import METHODS, offers
 from attnconform.conformance.views import ProblemView
-from attnconform.reference.coordinates import FloatArray
 
-Make = Callable[[], Backend]  # a fresh backend, so that what an earlier case left behind is gone
-Numbers = dict[str, FloatArray]
 OTHER_SEED = 1 << 40
-SIGNIFICANT = 10  # digits to which a structure's figures are compared
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What one call gave and did."""
-
-    call: str
-    numbers: Numbers  # by output name, in float64
-    marks: tuple[object, ...] = ()  # inputs changed, guards broken, path, error: all that is no number
-    seen: Observed | ObservedGradients | None = field(default=None, repr=False)
-    values: Values | None = field(default=None, repr=False)  # what it was asked with; None where no bound applies
-
-    def same_bits(self, other: "Answer") -> bool:
-        """Whether nothing tells the two apart, signs of zero included."""
-        if self.marks != other.marks or self.numbers.keys() != other.numbers.keys():
-            return False
-        return all(same_numbers(self.numbers[name], other.numbers[name]) for name in self.numbers)
-
-
-def same_numbers(a: FloatArray, b: FloatArray) -> bool:
-    """Equal shapes and numbers, NaN where NaN, -0 apart from 0."""
-    return a.shape == b.shape and np.array_equal(a, b, equal_nan=True) and np.array_equal(np.signbit(a), np.signbit(b))
 
 
 class Script:
     """The calls of one case; what does not depend on the backend is made once."""
 
-    def __init__(self, case: Case, only_check: str = "") -> None:
+    def __init__(self, case: Case, checks: Sequence[str] = ()) -> None:
         self.case = case
-        self.only_check = only_check  # the only structure check that is run; empty: all of them
+        self.checks = checks  # whose calls come last; of structures they alone are run, or all where there are none
         self.template = Trial(case, StepsBackend())
         self.other = self.template.with_seed(case.seed + OTHER_SEED)
         if case.operation in ("forward", "backward"):
@@ -80,13 +56,15 @@ class Script:
     def trial(self, backend: Backend) -> Trial:
         """A trial that shares numbers and oracle with the others, and nothing that a backend could change."""
         trial = copy(self.template)
-        trial.usage, trial.usage_probable, trial.rewritten = {}, {}, set()
+        for name, value in vars(trial).items():
+            if isinstance(value, list | dict | set):  # what earlier calls showed
+                setattr(trial, name, type(value)())
         trial.backend, trial.problem = backend, build_problem(self.case.structure)
         trial.view = ProblemView(trial.problem, self.case.structure.hints, backend.device)
         return trial
 
     def answers(self, make: Make) -> Iterator[Answer]:
-        """Answer after answer, made when it is asked for; ends after the first call that raises."""
+        """Answer after answer, made when it is asked for; calls outside the check end after the first that raises."""
         trial = self.trial(make())
         calls = {"forward": self.forward, "backward": self.backward, "refusal": refusal, "structure": self.structure}
         name = "first"
@@ -96,6 +74,14 @@ class Script:
                 yield answer
         except BackendCrash as crash:
             yield Answer(f"after {name}", {}, ("raised", type(crash.__cause__).__name__, crash.clause))
+        if self.case.operation in ("forward", "backward"):
+            yield from self.checked(make)
+
+    def checked(self, make: Make) -> Iterator[Answer]:
+        """What each of the checks gets from a backend that nothing was asked of before."""
+        for check in CHECKS_OF[self.case.operation]:
+            if check.__name__ in self.checks:
+                yield from check_answers(self.trial(make()), check)
 
     def forward(self, trial: Trial) -> Iterator[Answer]:
         """The judge's forward calls."""
@@ -124,9 +110,9 @@ class Script:
 
     def structure(self, trial: Trial) -> Iterator[Answer]:
         """Every answer that each check of structures got."""
-        log = record(trial.backend)
+        log = record_structures(trial.backend)
         for check in STRUCTURE_CHECKS:
-            if self.only_check not in ("", check.__name__):
+            if self.checks and check.__name__ not in self.checks:
                 continue
             run_checks(trial, [check])
             yield Answer(check.__name__, {}, tuple(log))
@@ -168,52 +154,3 @@ def refusal(trial: Trial) -> Iterator[Answer]:
         marks = ("refused", one_line) if is_refusal else ("raised", type(error).__name__)
         numbers = {"out": as_float64(tensors.out), "lse": as_float64(tensors.lse)}
     yield Answer("call", numbers, (*marks, all(guard.is_intact() for guard in guards)))
-
-
-def record(backend: Backend) -> list[object]:
-    """A log that every structure the backend builds from now on is added to, with whether it changed its inputs."""
-    log: list[object] = []
-
-    def recorded(name: str, method: Callable[..., object]) -> Callable[..., object]:
-        def call(*arguments: object) -> object:
-            before, length = plain(arguments), len(log)
-            try:
-                result = method(*arguments)
-            except Exception as error:
-                del log[length:]  # what it asked of itself is no answer
-                log.append((name, "raised", type(error).__name__))
-                raise
-            del log[length:]
-            log.append((name, plain(result), plain(arguments) == before))
-            return result
-
-        return call
-
-    for name in METHODS:
-        if offers(backend, name):
-            setattr(backend, name, recorded(name, getattr(backend, name)))
-    return log
-
-
-def plain(value: object) -> object:
-    """Nested tuples of a value's numbers, so that two answers compare with ==."""
-    if isinstance(value, np.ndarray):
-        return value.shape, tuple(plain(x) for x in value.ravel().tolist())
-    if isinstance(value, bool | np.bool_):
-        return bool(value)
-    if isinstance(value, int | np.integer):
-        return int(value)
-    if isinstance(value, float | np.floating):
-        return f"{value:.{SIGNIFICANT}g}"
-    if isinstance(value, list | tuple):
-        return tuple(plain(x) for x in value)
-    if is_dataclass(value):
-        return tuple(plain(getattr(value, f.name)) for f in fields(value))
-    if isinstance(value, msgspec.Struct):
-        return tuple(plain(getattr(value, name)) for name in value.__struct_fields__)
-    if isinstance(value, dict):
-        return tuple((str(key), plain(x)) for key, x in value.items())
-    if value is None or isinstance(value, str):
-        return value
-    # a function, or an object of the backend's own: its address would be different every time
-    return type(value).__name__

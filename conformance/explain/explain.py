@@ -1,7 +1,9 @@
 """Why does a backend fail a case? Shrink it, walk the stages, and name the clause whose breach gives these numbers."""
 
+import gc
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,8 +15,8 @@ from attnconform.conformance.adapters.registry import load_backend
 from attnconform.conformance.cases.matrix import matrix
 from attnconform.conformance.cases.structure import Case, decode_case, encode_case
 from attnconform.conformance.deviations import Deviation
+from attnconform.conformance.explain.answer import Make
 from attnconform.conformance.explain.discriminate import tell_apart
-from attnconform.conformance.explain.evidence import Make
 from attnconform.conformance.explain.rank import Match, rank_deviations
 from attnconform.conformance.explain.reproducer import write_reproducer
 from attnconform.conformance.explain.shrink import shrink
@@ -57,11 +59,29 @@ def explain(
     cases: Sequence[Case] | None = None,  # that tell deviations apart; those of the matrix by default
 ) -> Explanation:
     """The whole explanation of a case that a backend fails; `make` gives a fresh backend at every call."""
+    with only_new_garbage():
+        return explain_failure(case, make, result, deviations, matrix("L1") if cases is None else cases)
+
+
+@contextmanager
+def only_new_garbage() -> Iterator[None]:
+    """Collections of garbage, which the check of memory asks for again and again, look at what is new alone."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def explain_failure(
+    case: Case, make: Make, result: CaseResult, deviations: Iterable[Deviation] | None, cases: Sequence[Case]
+) -> Explanation:
+    """Shrinks, ranks, tells apart, and walks the stages."""
     small = minimal_case(case, make, result)
     check = result.findings[0].check
     with np.errstate(all="ignore"):  # deviations overflow and divide by 0 on purpose
         matches = rank_deviations(small, make, deviations, check=check)
-        matches = tell_apart(matches, make, case, matrix("L1") if cases is None else cases)
+        matches = tell_apart(matches, make, case, cases, check=check)
         has_numbers = case.operation in WITH_NUMBERS
         stage = stage_or_none(small, make, result) if has_numbers else None
         where = where_of(case, make, result) if has_numbers else ""
@@ -104,9 +124,10 @@ def stage_or_none(case: Case, make: Make, result: CaseResult) -> Stage | None:
     if first.state in OF_THE_CALL:
         return Stage("call", first.message, "")
     try:
-        return first_wrong_stage(Trial(case, make()))
+        found = first_wrong_stage(Trial(case, make()))
     except BackendCrash as crash:
         return Stage("call", str(crash), "")
+    return found or Stage(f"none of the case's own call, but {first.check}", first.message, "")
 
 
 def signature_or_none(case: Case, make: Make, result: CaseResult) -> Signature | None:

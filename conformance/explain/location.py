@@ -54,14 +54,16 @@ def told_values(bad: IntArray, every: IntArray) -> str:
 
 
 def position_traits(trial: Trial, positions: IntArray, pages: IntArray) -> list[Trait]:
-    """Traits of keys: their page, and their position in the page, a tile and a warp."""
-    size = trial.problem.cache.page_size
-    names = (f"position mod page_size {size}", *(f"position mod tile {t}" for t in TILES), f"position mod warp {WARP}")
-    mods = dict.fromkeys(zip(names, (size, *TILES, WARP), strict=True))
+    """Traits of keys: their page, and their position in the page, a listed block, a tile and a warp."""
+    lists, sizes = trial.problem.candidates, {"page_size": trial.problem.cache.page_size}
+    if lists is not None and lists.granularity == "block":
+        sizes["block_size"] = lists.block_size
+    units = [*sizes.items(), *(("tile", tile) for tile in TILES), ("warp", WARP)]
+    mods = {f"position mod {unit} {size}": size for unit, size in units}
     return [
-        Trait("position", positions, tuple(names)),
+        Trait("position", positions, tuple(mods)),
         Trait("page", pages),
-        *(Trait(name, positions % mod) for name, mod in mods),
+        *(Trait(name, positions % mod) for name, mod in mods.items()),
     ]
 
 

@@ -10,7 +10,8 @@ from attnconform.conformance.adapters.reference_structures import ReferenceStruc
 from attnconform.conformance.cases.structure import Case, Dtype
 from attnconform.conformance.deviations import DEVIATIONS, Deviation
 from attnconform.conformance.deviations.structures import is_structural
-from attnconform.conformance.explain.evidence import Answer, Make, Numbers, Script
+from attnconform.conformance.explain.answer import Answer, Make, Numbers
+from attnconform.conformance.explain.evidence import Script
 from attnconform.conformance.judge.gradient_bounds import compare_gradients
 from attnconform.conformance.judge.storage import TORCH_DTYPES
 from attnconform.conformance.judge.trial import ObservedGradients, Trial
@@ -50,7 +51,7 @@ def rank_deviations(
     case: Case, make: Make, deviations: Iterable[Deviation] | None = None, *, check: str = ""
 ) -> list[Match]:
     """Every deviation, the likeliest first; those that leave this case right are left out."""
-    script = Script(case, check)
+    script = Script(case, (check,) if check else ())
     seen, bounds = list(script.answers(make)), Scales(script.trial(make()))
     right = list(script.answers(ReferenceStructures))
     scales = [bounds.of(answer) for answer in seen]
@@ -117,7 +118,7 @@ class Scales:
         for name, numbers in answer.numbers.items():
             # a wrong number is not the one that the bound is of, and is rounded like any other when it is stored
             unit = unit_of("float32" if name in KEPT_IN_FLOAT32 else stored) * np.abs(numbers)
-            scales[name] = np.maximum(bounds[name], unit) if name in bounds else plain_scale(numbers)
+            scales[name] = np.maximum(bounds[name], unit) if name in bounds else plain_scale(numbers, stored)
         return scales
 
 
@@ -126,10 +127,10 @@ def unit_of(dtype: Dtype) -> float:
     return float(torch.finfo(TORCH_DTYPES[dtype]).eps)
 
 
-def plain_scale(numbers: FloatArray) -> FloatArray:
+def plain_scale(numbers: FloatArray, stored: Dtype) -> FloatArray:
     """Some roundings of the largest finite number, everywhere."""
     largest = np.abs(numbers[np.isfinite(numbers)]).max(initial=0.0)
-    return np.full(numbers.shape, ROUNDINGS * unit_of("float32") * largest)
+    return np.full(numbers.shape, max(ROUNDINGS * unit_of("float32"), unit_of(stored)) * largest)
 
 
 def comparisons(trial: Trial, answer: Answer) -> list[Comparison]:

@@ -10,7 +10,8 @@ from attnconform.conformance.adapters.registry import load_backend
 from attnconform.conformance.backend import Backend
 from attnconform.conformance.cases.structure import Case, decode_case
 from attnconform.conformance.cases.values import Values
-from attnconform.conformance.explain.evidence import Answer, Numbers, Script
+from attnconform.conformance.explain.answer import Answer, Numbers
+from attnconform.conformance.explain.evidence import Script
 from attnconform.conformance.explain.rank import comparisons
 from attnconform.conformance.explain.telling import Telling, array_text, literal
 from attnconform.conformance.judge.trial import Trial

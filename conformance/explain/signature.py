@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from attnconform.conformance.cases.structure import Case
-from attnconform.conformance.explain.evidence import Make
+from attnconform.conformance.explain.answer import Make
 from attnconform.conformance.explain.location import TILES, attended_edges, position_of, wrong_edges
 from attnconform.conformance.explain.shrink import only_request, with_structure
 from attnconform.conformance.judge import judge

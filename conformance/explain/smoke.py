@@ -17,8 +17,9 @@ from attnconform.conformance.adapters.conventions import (
 from attnconform.conformance.adapters.registry import load_backend
 from attnconform.conformance.cases.matrix import SMOKE_ROW
 from attnconform.conformance.cases.structure import CandidateStructure, Case, Structure, named
-from attnconform.conformance.explain.evidence import Make
+from attnconform.conformance.explain.answer import Make
 from attnconform.conformance.explain.rank import ROUNDINGS, gap_of, unit_of
+from attnconform.conformance.judge.diagnosis import rule_clauses
 from attnconform.conformance.judge.judge import undeclared
 from attnconform.conformance.judge.trial import BackendCrash, Observed, Trial
 from attnconform.conformance.judge.values import compare_forward
@@ -136,7 +137,8 @@ def tiny(name: str, structure: Structure, axes: dict[str, str], *told: str) -> T
     """A tiny case, and the axes that it tells apart."""
     heads = f"{structure.num_qo_heads}/{structure.num_kv_heads}"
     row = SMOKE_ROW | {"dtype": structure.dtype, "heads": heads} | axes
-    clauses = tuple(sorted({"SET-IDENTITY", "SCORE-SCALE", *(CONVENTIONS[axis].clause for axis in told)}))
+    of_axes = (CONVENTIONS[axis].clause for axis in told)
+    clauses = tuple(sorted({"SET-IDENTITY", "SCORE-SCALE", *rule_clauses(structure.mask_rule), *of_axes}))
     case = Case(
         id="",
         level="L0",

@@ -8,7 +8,9 @@ from click.testing import CliRunner
 
 from attnconform.conformance.command_line import main
 from attnconform.conformance.deviations import DEVIATIONS
-from attnconform.conformance.explain.blind import BlindReport, anonymous, place_of, run_blind, shuffled
+from attnconform.conformance.explain import blind
+from attnconform.conformance.explain.blind import BlindRecord, BlindReport, anonymous, place_of, run_blind, shuffled
+from attnconform.conformance.explain.blind_command import joinable, select_deviations
 from attnconform.conformance.explain.evidence import Script
 from attnconform.conformance.explain.rank import Match, rank_deviations
 
@@ -24,7 +26,15 @@ KINDS = [
     "reads-a-stale-copy-of-the-cache",  # other numbers after the first
     "takes-every-negative-for-a-hole",  # a refusal that does not come
     "raises-whatever-comes-up",  # an error of the wrong type
+    "aligns-queries-to-the-longest-request",  # another batch, which one check alone asks about
+    "attends-what-any-row-of-the-tile-lists",  # another way to say the problem
+    "finds-results-by-address",  # a plan and its runs
+    "allocates-in-run",  # what a call asks memory for
+    "keeps-every-output",  # what a call leaves behind
     "pads-with-zero",  # a structure
+    "keys-without-the-features",  # a key that nobody can read
+    "allocates-for-every-plan",  # an address
+    "forks-into-pages-of-its-own",  # a pool
 ]
 
 
@@ -98,17 +108,61 @@ def renamed(answer):
     return SimpleNamespace(marks=answer.marks, numbers=answer.numbers)
 
 
-def test_the_command_writes_a_record_a_deviation(tmp_path):
-    path = tmp_path / "blind.json"
+@pytest.fixture(scope="module")
+def first_slice(tmp_path_factory):
+    """The command, asked about one deviation, and the report that it wrote."""
+    path = tmp_path_factory.mktemp("blind") / "one.json"
     done = CliRunner().invoke(main, ["explain", "--blind", "--select", "scales-twice", "--json", str(path)])
     assert done.exit_code == 0, done.output
-    assert "explain, tried blind" in done.output
+    return done.output, path
+
+
+def test_the_command_writes_a_record_a_deviation(first_slice):
+    output, path = first_slice
+    assert "explain, tried blind" in output
     written = msgspec.json.decode(path.read_bytes(), type=BlindReport)
     assert [record.id for record in written.records] == ["scales-twice"]
     assert written.records[0].is_found
 
 
-@pytest.mark.parametrize("arguments", [[], ["L0.x", "--blind"], ["--blind", "--select", "no-such-deviation"]])
+def test_slices_are_joined_and_not_tried_again(first_slice, tmp_path, monkeypatch):
+    known = msgspec.json.decode(first_slice[1].read_bytes(), type=BlindReport).records
+    other = DEVIATIONS["forgets-the-scale"]
+    tried = []
+
+    def note(deviation, *_):
+        tried.append(deviation.id)
+        return BlindRecord(id=deviation.id, clause=deviation.clause, fault_class="A", is_structural=False)
+
+    monkeypatch.setattr(blind, "examine", note)
+    joined = run_blind([DEVIATIONS["scales-twice"], other], known=known)
+    assert tried == [other.id]
+    assert {record.id for record in joined.records} == {"scales-twice", other.id}
+    assert joined.share_found == 0.5
+
+
+def test_shards_have_every_deviation_once():
+    shards = [{d.id for d in select_deviations("", f"{i}/5")} for i in range(1, 6)]
+    assert sum(len(shard) for shard in shards) == len(DEVIATIONS)
+    assert set().union(*shards) == set(DEVIATIONS)
+
+
+def test_a_report_of_another_seed_is_not_joined(first_slice):
+    with pytest.raises(ValueError, match="has seed 0, but 3 is asked for"):
+        joinable(first_slice[1], seed=3, rounding=False)
+    with pytest.raises(ValueError, match="has rounding False, but True is asked for"):
+        joinable(first_slice[1], seed=0, rounding=True)
+
+
+def test_what_is_no_report_is_not_joined(tmp_path):
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(ValueError, match="is no report of a blind trial"):
+        joinable(tmp_path / "x.json", seed=0, rounding=False)
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["L0.x", "--blind"], ["--blind", "--select", "no-such-deviation"], ["--blind", "--shard", "3/2"]]
+)
 def test_the_command_refuses_what_it_cannot_do(arguments):
     done = CliRunner().invoke(main, ["explain", *arguments])
     assert done.exit_code == 2

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from attnconform.conformance.cases.structure import CandidateStructure
 from attnconform.conformance.deviations import DEVIATIONS
 from attnconform.conformance.explain.explain import where_of
 from attnconform.conformance.explain.location import Trait, position_traits, shared_traits, where_edges_are_wrong
@@ -39,6 +40,14 @@ def test_recorded_positions_are_told_by_page_tile_and_warp(small_case, wrong, li
     told = positions_of(small_case, wrong)
     assert line in told
     assert "\n" not in told
+
+
+def test_positions_in_listed_blocks_are_told_by_their_place_in_a_block(small_case):
+    lists = CandidateStructure(lists=((0, 2),), granularity="block", block_size=24, sharing="shared")
+    trial = Trial(small_case(kv=(96,), changes={"candidates": lists}), DEVIATIONS["gives-zeros"].build())
+    every = np.arange(96)
+    wrong = np.array([j for j in every if j % 24 == 23])
+    assert "position mod block_size 24 23" in shared_traits(position_traits(trial, every, every // 16), wrong)
 
 
 def test_a_trait_that_follows_from_another_is_told_only_where_it_says_less():

@@ -1,5 +1,6 @@
 """The walk over the stages stops at the one where a mistake was made."""
 
+import msgspec
 import pytest
 
 from attnconform.conformance.adapters.reference_steps import StepsBackend
@@ -83,3 +84,11 @@ def test_a_call_that_raises_or_writes_outside_stops_the_walk(small_case):
         stage = stage_or_none(case, make, judge_case(case, make()))
         assert stage.name == "call"
         assert text in stage.message
+
+
+def test_what_is_wrong_in_a_later_call_alone_is_told_with_its_check(small_case):
+    case = msgspec.structs.replace(small_case(), clauses=("PLAN-WORKSPACE",))
+    make = DEVIATIONS["scales-its-workspace-by-zero"].build
+    stage = stage_or_none(case, make, judge_case(case, make()))
+    assert stage.name == "none of the case's own call, but check_dirty_workspace"
+    assert stage.message.startswith("after a run of NaN")
