@@ -5,7 +5,7 @@ alone. Membership in the candidate sets is therefore always part of mask_mod her
 skipped. [BLOCK-BIND, BLOCK-MEMBER]
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch._dynamo
@@ -52,13 +52,17 @@ def call_flex(
     block_mask: BlockMask,
     scale: float,
     with_lse: bool,
+    kernel_options: Any = None,  # FlexKernelOptions
 ) -> tuple[Tensor, Tensor | None, bool]:
     """out, lse, and whether this very call was compiled: Dynamo folds the question to True, plain Python to False."""
     is_compiled = torch.compiler.is_dynamo_compiling()
     if not with_lse:
-        return flex_attention(q, k, v, score_mod, block_mask, scale, enable_gqa=True), None, is_compiled
-    request = AuxRequest(lse=True)
-    out, aux = flex_attention(q, k, v, score_mod, block_mask, scale, enable_gqa=True, return_aux=request)
+        out = flex_attention(q, k, v, score_mod, block_mask, scale, enable_gqa=True, kernel_options=kernel_options)
+        return out, None, is_compiled
+    out, aux = flex_attention(
+        q, k, v, score_mod, block_mask, scale,
+        enable_gqa=True, kernel_options=kernel_options, return_aux=AuxRequest(lse=True),
+    )  # fmt: skip
     return out, aux.lse, is_compiled
 
 
@@ -83,6 +87,7 @@ class Flex(PerRequest):
     """flex_attention on one request at a time, called or compiled."""
 
     path: ClassVar[str]  # what should run
+    kernel_options: ClassVar[dict[str, Any] | None] = None
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__(device)
@@ -116,6 +121,7 @@ class Flex(PerRequest):
                 self.block_mask(problem, request, seqlen_q, seqlen_kv),
                 problem.spec.sm_scale,
                 self.capabilities.returns_lse,
+                self.kernel_options,
             )
         path = "compiled" if is_compiled else "eager"
         rows = slice(0, q.shape[1])

@@ -43,6 +43,7 @@ def test_the_backend_in_cpp_conforms_on_all_that_it_declares(loaded, attention_p
     states = judged(loaded(attention_program))
     assert {case.id: state for case, state in states if state not in CONFORMING} == {}
     assert sum(case.operation == "forward" for case, _ in states) >= 14
+    assert sum(case.operation == "backward" for case, _ in states) >= 3
     assert sum(state == "REFUSED_OK" for _, state in states) == 18
 
 

@@ -1,0 +1,123 @@
+"""fla-core's block-selected attention of NSA; without a GPU in Triton's interpreter.
+
+A list per query and KV head of whole blocks, always causal. Groups are padded with heads of zeros to the 16 that its
+kernels need, and lists are handed over as they are: order, holes and repeated blocks included.
+"""
+
+from contextlib import nullcontext
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attnconform.conformance.adapters.per_request import Attended, PerRequest
+from attnconform.conformance.adapters.placement import causal_places, rows_of_calls
+from attnconform.conformance.adapters.triton_interpreter import third_party_kernels
+from attnconform.conformance.adapters.triton_kernels import interpreting
+from attnconform.conformance.backend import Backward, Capabilities, Forward, OneOf, Tensors, Unavailable
+from attnconform.conformance.bounds.numerics import NUMERICS_CLASSES, Numerics
+from attnconform.conformance.views import ProblemView
+
+BLOCK_SIZE = 16  # where nothing is listed
+GROUP = 16  # query heads of a KV head, at least
+
+
+def numerics_of(dtype: str, interpreted: bool) -> Numerics:
+    """q is multiplied by the scale, both in the inputs' dtype; P and dS are rounded before their products."""
+    name = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[dtype]
+    bits = {"float32": 23, "float16": 10, "bfloat16": 7}[dtype]  # one less: the scale is rounded too
+    suffix = "" if interpreted else "-hopper"
+    return replace(NUMERICS_CLASSES[name + suffix], prescale="q", prescale_bits=bits, min_tile=16)
+
+
+class FlaNsa(PerRequest):
+    """parallel_nsa_fwd, and ParallelNSAFunction where gradients are asked for."""
+
+    name = "fla-nsa"
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device)
+        interpreted = interpreting(device)
+        try:
+            from fla.ops.nsa import parallel
+        except ModuleNotFoundError as error:
+            raise Unavailable("fla-core is not here: pip install 'attnconform[fla]'") from error
+        self.nsa, self.kernels = parallel, third_party_kernels if interpreted else nullcontext
+        # float32 goes through TF32 on a GPU; bfloat16 arithmetic is not interpreted
+        dtypes = ("float32", "float16") if interpreted else ("bfloat16", "float16")
+        self.capabilities = Capabilities(
+            supported={
+                "dtype": OneOf(dtypes),
+                "head_dim": OneOf(("64/64", "128/128", "80/80", "96/96", "64/32")),
+                "granularity": OneOf(("dense", "block")),
+                "sharing": OneOf(("kv_head", "shared")),
+                "local": OneOf(("none",)),
+                "mask": OneOf(("none", "causal")),
+                "score": OneOf(("none",)),
+                "sink": OneOf(("none",)),
+                "refusal": OneOf(()),  # it checks no list
+            },
+            numerics={dtype: numerics_of(dtype, interpreted) for dtype in dtypes},
+            gradient_of_lse=False,
+        )
+
+    def attend(self, problem: ProblemView, request: int, q: Tensor, k: Tensor, v: Tensor) -> Attended:
+        places = causal_places(problem, request)
+        lists, size = listed_blocks(problem, request)
+        parts = [
+            self.attend_rows(q[:, rows], k, v, lists[rows], size, places[rows.stop - 1] + 1, problem.spec.sm_scale)
+            for rows in rows_of_calls(places)
+        ]
+        lses = [lse for _, lse in parts if lse is not None]
+        return Attended(torch.cat([out for out, _ in parts], dim=1), torch.cat(lses, dim=1) if lses else None, "nsa")
+
+    def attend_rows(
+        self, q: Tensor, k: Tensor, v: Tensor, lists: Tensor, size: int, seqlen_kv: int, scale: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rows that end at the last of so many keys; out and lse, heads first. No lse where gradients are asked for."""
+        heads, rows, width = q.shape[0], q.shape[1], lists.shape[-1]
+        group = heads // k.shape[0]
+        by_group = pad(q.unflatten(0, (-1, group)), (0, 0, 0, 0, 0, max(GROUP - group, 0)))
+        q, k, v = (x.transpose(0, 1)[None] for x in (by_group.flatten(0, 1), k[:, :seqlen_kv], v[:, :seqlen_kv]))
+        given = (lists[None].contiguous(), width, size, scale)
+        if q.requires_grad:  # its backward takes as many queries as keys: those in front list nothing
+            ahead = seqlen_kv - rows
+            lists = pad(given[0], (0, 0, 0, 0, ahead, 0), value=-1)
+            out = self.nsa.ParallelNSAFunction.apply(pad(q, (0, 0, 0, 0, ahead, 0)), k, v, lists, *given[1:], None)
+            out, lse = out[:, ahead:], None
+        else:
+            out, lse = self.nsa.parallel_nsa_fwd(q, k, v, *given)
+        return without_padding(out, group), None if lse is None else without_padding(lse, group)
+
+    def forward(self, problem: ProblemView, tensors: Tensors) -> Forward:
+        with self.kernels():
+            return super().forward(problem, tensors)
+
+    def backward(
+        self, problem: ProblemView, tensors: Tensors, forward: Forward, dout: Tensor, dlse: Tensor | None
+    ) -> Backward:
+        with self.kernels():
+            return super().backward(problem, tensors, forward, dout, dlse)
+
+    def versions(self) -> dict[str, str]:
+        import fla
+
+        return super().versions() | {"fla-core": fla.__version__}
+
+
+def without_padding(x: Tensor, group: int) -> Tensor:
+    """(num_qo_heads, rows, ...) of what a kernel gave for padded groups, (1, rows, padded heads, ...)."""
+    return x[0].transpose(0, 1).unflatten(0, (-1, max(group, GROUP)))[:, :group].flatten(0, 1)
+
+
+def listed_blocks(problem: ProblemView, request: int) -> tuple[Tensor, int]:
+    """(seqlen_q, num_kv_heads, width) blocks that rows list, as given, and the size of a block."""
+    spec, lists = problem.spec, problem.spec.candidates
+    rows = [where for where in spec.rows() if where.request == request]
+    if lists is None:
+        every = torch.arange(-(-int(spec.seqlen_kv[request]) // BLOCK_SIZE), device=problem.device)
+        return every.expand(len(rows), spec.num_kv_heads, -1), BLOCK_SIZE
+    heads = range(0, spec.num_qo_heads, spec.group_size)
+    index = torch.tensor([[spec.list_index(where, head) for head in heads] for where in rows], device=problem.device)
+    return problem.fixed_width_candidates.long()[index], lists.block_size

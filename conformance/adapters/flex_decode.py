@@ -1,0 +1,48 @@
+"""FlexAttention's kernel for few queries, which splits the keys of a request among programs; on a GPU alone.
+
+It packs the query heads of a KV head into one tile: their number must be a power of two, and one block list serves
+all heads, so that membership is in mask_mod again. [BLOCK-MEMBER]
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from attnconform.conformance.adapters.flex import EXPRESSIBLE, FlexCompiled
+from attnconform.conformance.backend import Capabilities, OneOf, Unavailable
+from attnconform.conformance.views import ProblemView
+
+
+class FlexDecode(FlexCompiled):
+    """flex_attention compiled with BACKEND="TRITON_DECODE"."""
+
+    name = "flex-decode"
+    kernel_options: ClassVar[dict[str, Any]] = {"BACKEND": "TRITON_DECODE"}
+
+    def __init__(self, device: str = "cpu") -> None:
+        require_gpu(self.name, device)
+        super().__init__(device)
+        self.capabilities = Capabilities(
+            supported=EXPRESSIBLE | {"heads": OneOf(("2/2", "4/2", "4/1"))},
+            has_backward=False,
+            gradient_of_lse=False,
+        )
+
+    def block_mask(self, problem: ProblemView, request: int, seqlen_q: int, seqlen_kv: int) -> BlockMask:
+        """Blocks that any head attends, none of them whole for all."""
+        by_head = super().block_mask(problem, request, seqlen_q, seqlen_kv)
+        listed = by_head.to_dense().amax(dim=1, keepdim=True)
+        return BlockMask.from_kv_blocks(
+            listed.sum(dim=-1, dtype=torch.int32),
+            listed.argsort(dim=-1, descending=True, stable=True).int(),
+            BLOCK_SIZE=by_head.BLOCK_SIZE,
+            mask_mod=by_head.mask_mod,
+            seq_lengths=(seqlen_q, seqlen_kv),
+        )
+
+
+def require_gpu(name: str, device: str) -> None:
+    """Raises Unavailable for a device that is no GPU."""
+    if not device.startswith("cuda"):
+        raise Unavailable(f"{name} is a kernel of the GPU, but device is {device!r}")

@@ -1,0 +1,68 @@
+"""An adapter whose package is missing says in one line what to install, and the command ends with 2."""
+
+import importlib.util
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from attnconform.conformance.adapters.registry import load_backend
+from attnconform.conformance.backend import Unavailable
+from attnconform.conformance.command_line import main
+
+# backend -> the package it needs, and the extra that brings it
+NEEDED = {
+    "ort-attention": ("onnxruntime", "onnx"),
+    "ort-gqa": ("onnxruntime", "onnx"),
+    "ort-sparse": ("onnx", "onnx"),
+    "fla-nsa": ("fla", "fla"),
+    "attn-gym": ("attn_gym", "attn-gym"),
+    "attn-gym-repeats": ("attn_gym", "attn-gym"),
+    "flashinfer-merge": ("flashinfer", "flashinfer"),
+    "flashinfer-merge-states": ("flashinfer", "flashinfer"),
+    "jax-xla": ("jax", "jax"),
+    "jax-paged": ("jax", "jax"),
+}
+
+
+# of packages that are installed without what they ask for, or not at all: no extra could say that
+ALONE = {"sglang-decode": "sglang", "sglang-merge": "sglang"}
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch):
+    """Makes a package one that is not installed."""
+
+    def hide(package: str) -> None:
+        find_spec = importlib.util.find_spec
+        for name in [package, *(name for name in sys.modules if name.startswith(f"{package}."))]:
+            monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find_spec(name))
+
+    return hide
+
+
+@pytest.mark.parametrize("backend", NEEDED)
+def test_the_message_names_the_extra(backend: str, without) -> None:
+    package, extra = NEEDED[backend]
+    without(package)
+    with pytest.raises(Unavailable) as missing:
+        load_backend(backend, "cpu")
+    assert f"pip install 'attnconform[{extra}]'" in str(missing.value)
+
+
+@pytest.mark.parametrize("backend", NEEDED)
+def test_the_command_prints_one_line_and_ends_with_2(backend: str, without, tmp_path) -> None:
+    package, extra = NEEDED[backend]
+    without(package)
+    called = CliRunner().invoke(main, ["run", "-b", backend, "--device", "cpu", "--out", str(tmp_path / "out")])
+    assert called.exit_code == 2
+    assert called.output.count("\n") == 1
+    assert f"pip install 'attnconform[{extra}]'" in called.output
+
+
+@pytest.mark.parametrize("backend", ALONE)
+def test_a_package_without_an_extra_is_named(backend: str, without) -> None:
+    without(ALONE[backend])
+    with pytest.raises(Unavailable, match=f"pip install --no-deps {ALONE[backend]}"):
+        load_backend(backend, "cpu")
