@@ -25,6 +25,7 @@ def check_program(command: str, *, device: str = "cpu") -> list[str]:
     try:
         steps: tuple[Callable[[ExecBackend], Iterable[str]], ...] = (
             check_nonsense, check_missing_file, check_forward, check_refusals, check_backward, check_stop,
+            check_end_of_input,
         )  # fmt: skip
         return [f"{step.__name__.removeprefix('check_')}: {fault}" for step in steps for fault in step(backend)]
     finally:
@@ -132,6 +133,14 @@ def check_stop(backend: ExecBackend) -> Iterable[str]:
         return
     if code:
         yield f"ended with exit code {code}"
+
+
+def check_end_of_input(backend: ExecBackend) -> Iterable[str]:
+    """Started again, it ends by itself at the end of its input."""
+    try:
+        backend.running().end_input()
+    except ProgramError as error:
+        yield str(error)
 
 
 def inputs_of(backend: ExecBackend) -> Path:

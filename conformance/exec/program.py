@@ -31,8 +31,10 @@ from attnconform.conformance.isolation import signal_name
 TIMEOUT_VARIABLE = "ATTNCONFORM_EXEC_TIMEOUT"  # seconds for one answer
 DEFAULT_TIMEOUT = 60.0
 MAX_LINE = 1 << 20  # bytes of one answer
+MAX_UNREAD = 16  # lines that wait to be read; a program that says more waits itself
 SHOWN = 80  # characters of an answer that is none
 GRACE = 5.0  # seconds to end after stop
+TICK = 0.01
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None  # loaded before a fork, which may not allocate
 
@@ -79,9 +81,12 @@ class Program:
             stdout=subprocess.PIPE,
             stderr=self.errors,
             preexec_fn=end_with_parent if LIBC is not None else None,
+            process_group=0,  # what it starts ends with it
         )
-        self.lines: queue.Queue[bytes] = queue.Queue()
-        threading.Thread(target=self.read_lines, daemon=True).start()
+        self.sender: Sender | None = None
+        self.lines: queue.Queue[bytes] = queue.Queue(MAX_UNREAD)
+        self.reader = threading.Thread(target=self.read_lines, daemon=True)
+        self.reader.start()
         try:
             self.started = self.ask(Start(device=device), Started)
             if self.started.protocol != PROTOCOL_VERSION:
@@ -138,12 +143,8 @@ class Program:
 
     def exchange_line(self, line: bytes, name: str) -> Reply:
         """Whatever message answers a line, which errors call by its name; likewise."""
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(line + b"\n")
-            self.process.stdin.flush()
-        except OSError:
-            raise self.died(name) from None
+        self.check_silence(name)
+        self.send(line + b"\n", name)
         try:
             answer = self.lines.get(timeout=self.timeout)
         except queue.Empty:
@@ -156,6 +157,27 @@ class Program:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             self.kill()
             raise ProtocolError(f"answered {name!r} with {excerpt(answer)}: {one_line(str(error))}") from None
+
+    def check_silence(self, name: str) -> None:
+        """Raises ProtocolError where the program has said something that nobody asked for."""
+        try:
+            said = self.lines.get_nowait()
+        except queue.Empty:
+            return
+        if not said:
+            raise self.died(name)
+        self.kill()
+        raise ProtocolError(f"said {excerpt(said)} before {name!r} was asked")
+
+    def send(self, data: bytes, name: str) -> None:
+        """Writes a request. Raises ProgramTimeout where the program does not read it, ProgramDied where it is gone."""
+        self.sender = Sender(self.process.stdin, data)
+        self.sender.join(self.timeout)
+        if self.sender.is_alive():
+            self.kill()
+            raise ProgramTimeout(f"did not read {name!r} within {self.timeout:g} s")
+        if self.sender.failed:
+            raise self.died(name)
 
     def died(self, name: str) -> ProgramDied:
         """The error of a program that ended while it was asked."""
@@ -175,6 +197,17 @@ class Program:
         lines = self.errors.read().decode(errors="replace").strip().splitlines()
         return one_line(lines[-1]) if lines else ""
 
+    def end_input(self) -> int:
+        """Ends its input; its exit code. Raises ProgramError where it does not end by itself then."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            return self.process.wait(timeout=min(self.timeout, GRACE))
+        except subprocess.TimeoutExpired:
+            raise ProgramTimeout("does not end at the end of its input") from None
+        finally:
+            self.kill()
+
     def stop(self) -> int:
         """Asks it to end; its exit code. Raises ProgramError where it does not end as asked."""
         self.ask(Stop(), Stopped)
@@ -186,20 +219,56 @@ class Program:
             self.kill()
 
     def kill(self) -> None:
-        """Ends it at once, if it has not ended."""
+        """Ends it at once, if it has not ended, and what it started."""
         if self.is_running:
-            self.process.kill()
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.close_pipes()
 
     def close_pipes(self) -> None:
-        """Lets go of what the process held."""
-        for pipe in (self.process.stdin, self.process.stdout, self.errors):
+        """Lets go of what the process held; a pipe that a thread is still busy with would block, and is left."""
+        stdin, stdout = self.process.stdin, self.process.stdout
+        for pipe in (stdin if self.has_ended(self.sender) else None, stdout if self.has_ended(self.reader) else None):
             try:
                 if pipe is not None:
                     pipe.close()
             except OSError:
                 continue  # what was not sent will not be read
+        self.errors.close()
+
+    def has_ended(self, thread: threading.Thread | None) -> bool:
+        """Whether a thread has come to its end, within the time of grace; a reader may wait for room."""
+        for _ in range(int(GRACE / TICK)):
+            if thread is None or not thread.is_alive():
+                return True
+            self.drain()
+            thread.join(TICK)
+        return False
+
+    def drain(self) -> None:
+        """Forgets what was said and not read."""
+        try:
+            while True:
+                self.lines.get_nowait()
+        except queue.Empty:
+            return
+
+
+class Sender(threading.Thread):
+    """Writes to a pipe beside the caller, who may stop waiting: a program that reads nothing blocks the writer."""
+
+    def __init__(self, pipe: IO[bytes] | None, data: bytes) -> None:
+        super().__init__(daemon=True)
+        assert pipe is not None
+        self.pipe, self.data, self.failed = pipe, data, False
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.pipe.write(self.data)
+            self.pipe.flush()
+        except (OSError, ValueError):  # closed at the other end, or at ours
+            self.failed = True
 
 
 def asked_timeout() -> float:

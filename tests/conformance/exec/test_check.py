@@ -60,12 +60,25 @@ def test_two_independent_programs_speak_the_protocol(attention_program, onnx_pro
             "forward: the inputs file was changed",
         ),
         ("print(ask(line), end='', flush=True) if 'stop' not in line else sys.exit(0)", "stop: ended with exit code 0"),
+        ("print('ready', end='\\n' + ask(line), flush=True)", "start: answered 'start' with 'ready'"),
     ],
 )
 def test_a_fault_of_speech_is_named(program, body, fault):
     faults = check_program(program(body))
     assert any(found.startswith(fault) for found in faults), faults
     assert all("\n" not in found for found in faults)
+
+
+def test_a_line_too_many_is_a_fault(program):
+    faults = check_program(program("print(ask(line) + 'done', flush=True)"))
+    assert len(faults) == 1
+    assert faults[0].startswith("start: ")
+    assert "'done'" in faults[0]
+
+
+def test_a_program_that_outlives_its_input_is_named(program):
+    body = "print(ask(line), end='', flush=True)\n    if 'stop' in line: sys.exit(0)\nimport time; time.sleep(60)"
+    assert check_program(program(body)) == ["end_of_input: does not end at the end of its input"]
 
 
 def test_a_command_that_cannot_be_started_is_a_fault():

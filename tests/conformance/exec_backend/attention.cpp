@@ -1,7 +1,7 @@
 // A backend in a program of its own: paged attention over candidates, in plain loops and double precision.
 //
 // It speaks the exec protocol of attnconform (conformance/exec/PROTOCOL.md) and uses nothing but the standard library.
-// It knows candidates, causal masks and windows, a scale, and lse; it declares the rest unsupported.
+// It knows candidates, causal masks and windows, a scale, lse, and gradients; it declares the rest unsupported.
 
 #include <cmath>
 #include <cstdint>
@@ -439,32 +439,54 @@ struct Problem {
     }
 };
 
-void attend_row(const Problem& p, int64_t n, int64_t local, int64_t head, const double* q, const std::vector<double>& k,
-                const std::vector<double>& v, double* out, double* lse) {
+// What a row gives to each of its keys: position and P, which sum to 1; an empty row has none, and an lse of -inf.
+struct Weights {
+    std::vector<std::pair<int64_t, double>> keys;
+    double lse = -std::numeric_limits<double>::infinity();
+};
+
+double dot(const double* a, const double* b, int64_t size) {
+    double sum = 0;
+    for (int64_t d = 0; d < size; ++d) sum += a[d] * b[d];
+    return sum;
+}
+
+// One query row of one head, and where its numbers are in q, out and lse.
+struct Row {
+    int64_t request, local, head, at;
+};
+
+Weights weigh(const Problem& p, const Row& row, const double* q, const std::vector<double>& k) {
     const double scale = p.options["sm_scale"].number;
-    const std::vector<bool> keep = p.attended(n, local, head);
-    std::vector<std::pair<int64_t, double>> scores;  // position, score
-    double row_max = -std::numeric_limits<double>::infinity();
+    const std::vector<bool> keep = p.attended(row.request, row.local, row.head);
+    Weights weights;
     for (int64_t t = 0; t < static_cast<int64_t>(keep.size()); ++t) {
         if (!keep[t]) continue;
-        const double* key = k.data() + p.place(n, t, head / p.group, p.dim_qk);
-        double score = 0;
-        for (int64_t d = 0; d < p.dim_qk; ++d) score += q[d] * key[d];
-        scores.emplace_back(t, score * scale);
-        row_max = std::max(row_max, score * scale);
+        const double score = scale * dot(q, k.data() + p.place(row.request, t, row.head / p.group, p.dim_qk), p.dim_qk);
+        weights.keys.emplace_back(t, score);
+        weights.lse = std::max(weights.lse, score);
     }
-    if (scores.empty() && p.options["empty_row"].text == "refuse") {
-        throw Refusal{"EMPTY-POLICY",
-                      "row " + std::to_string(local) + " of request " + std::to_string(n) + " is empty"};
+    if (weights.keys.empty()) {
+        if (p.options["empty_row"].text != "refuse") return weights;
+        throw Refusal{"EMPTY-POLICY", "row " + std::to_string(row.local) + " of request " +
+                                          std::to_string(row.request) + " is empty"};
     }
     double sum = 0;
-    for (auto& [t, score] : scores) sum += score = std::exp(score - row_max);
-    for (int64_t d = 0; d < p.dim_vo; ++d) out[d] = 0;
-    for (const auto& [t, weight] : scores) {
-        const double* value = v.data() + p.place(n, t, head / p.group, p.dim_vo);
-        for (int64_t d = 0; d < p.dim_vo; ++d) out[d] += weight / sum * value[d];
+    for (auto& [t, weight] : weights.keys) sum += weight = std::exp(weight - weights.lse);
+    for (auto& [t, weight] : weights.keys) weight /= sum;
+    weights.lse += std::log(sum);
+    return weights;
+}
+
+template <typename Function>
+void for_each_row(const Problem& p, Function function) {
+    for (int64_t n = 0; n < p.batch; ++n) {
+        for (int64_t local = 0; local < p.rows_of(n); ++local) {
+            for (int64_t head = 0; head < p.num_qo_heads; ++head) {
+                function(Row{n, local, head, (p.at("qo_indptr", n) + local) * p.num_qo_heads + head});
+            }
+        }
     }
-    *lse = scores.empty() ? row_max : row_max + std::log(sum);
 }
 
 void run(const Json& request) {
@@ -474,17 +496,53 @@ void run(const Json& request) {
                               v = numbers(inputs.at("v_cache"));
     const int64_t rows = p.at("qo_indptr", p.batch);
     std::vector<double> out(rows * p.num_qo_heads * p.dim_vo), lse(rows * p.num_qo_heads);
-    for (int64_t n = 0; n < p.batch; ++n) {
-        for (int64_t local = 0; local < p.rows_of(n); ++local) {
-            for (int64_t head = 0; head < p.num_qo_heads; ++head) {
-                const int64_t at = (p.at("qo_indptr", n) + local) * p.num_qo_heads + head;
-                attend_row(p, n, local, head, q.data() + at * p.dim_qk, k, v, out.data() + at * p.dim_vo, &lse[at]);
-            }
+    for_each_row(p, [&](const Row& row) {
+        const Weights weights = weigh(p, row, q.data() + row.at * p.dim_qk, k);
+        lse[row.at] = weights.lse;
+        for (const auto& [t, weight] : weights.keys) {
+            const double* value = v.data() + p.place(row.request, t, row.head / p.group, p.dim_vo);
+            for (int64_t d = 0; d < p.dim_vo; ++d) out[row.at * p.dim_vo + d] += weight * value[d];
         }
-    }
+    });
     write_tensors(request["outputs"].text,
                   {{"out", stored(out, inputs.at("q").dtype, {rows, p.num_qo_heads, p.dim_vo})},
                    {"lse", stored(lse, "F32", {rows, p.num_qo_heads})}});
+}
+
+// With P as in the forward: dV = P dO, dS = P (dO V - sum P dO V + dlse), dQ = scale dS K, dK = scale dS Q.
+void backward(const Json& request) {
+    const Tensors inputs = read_tensors(request["inputs"].text);
+    const Problem p(request["problem"], inputs);
+    const std::vector<double> q = numbers(inputs.at("q")), k = numbers(inputs.at("k_cache")),
+                              v = numbers(inputs.at("v_cache")), dout = numbers(inputs.at("dout")),
+                              dlse = numbers(inputs.at("dlse"));
+    const double scale = p.options["sm_scale"].number;
+    std::vector<double> dq(q.size()), dk(k.size()), dv(v.size());
+    for_each_row(p, [&](const Row& row) {
+        const double *query = q.data() + row.at * p.dim_qk, *gradient = dout.data() + row.at * p.dim_vo;
+        const Weights weights = weigh(p, row, query, k);
+        double mean = 0;
+        for (const auto& [t, weight] : weights.keys) {
+            const int64_t at = p.place(row.request, t, row.head / p.group, p.dim_vo);
+            mean += weight * dot(gradient, v.data() + at, p.dim_vo);
+        }
+        for (const auto& [t, weight] : weights.keys) {
+            const int64_t key = p.place(row.request, t, row.head / p.group, p.dim_qk),
+                          value = p.place(row.request, t, row.head / p.group, p.dim_vo);
+            const double moved = dot(gradient, v.data() + value, p.dim_vo) - mean + dlse[row.at];
+            for (int64_t d = 0; d < p.dim_vo; ++d) dv[value + d] += weight * gradient[d];
+            for (int64_t d = 0; d < p.dim_qk; ++d) {
+                dq[row.at * p.dim_qk + d] += scale * weight * moved * k[key + d];
+                dk[key + d] += scale * weight * moved * query[d];
+            }
+        }
+    });
+    Tensors outputs;
+    for (const auto& [name, values] : {std::pair{"q", &dq}, {"k_cache", &dk}, {"v_cache", &dv}}) {
+        const Tensor& like = inputs.at(name);
+        outputs[std::string("d") + name[0]] = stored(*values, like.dtype, like.shape);
+    }
+    write_tensors(request["outputs"].text, outputs);
 }
 
 // -- the conversation ------------------------------------------------------------------------------------------------
@@ -498,7 +556,7 @@ const char* const CAPABILITIES = R"({"type":"capabilities","capabilities":{
    "position-of-longer-request","position-far-out","block-past-the-end","page-at-pool-size","page-missing",
    "page-table-too-short","foreign-page","repeated-key-asked-for","head-map-uneven","too-few-lists","scale-nan",
    "window-negative","query-of-another-head-dim","cache-of-another-head-count","empty-row-refused"]}},
- "has_backward":false,"gradient_of_lse":false,"tolerates_nonfinite":true,"checks_owner":true}})";
+ "has_backward":true,"gradient_of_lse":true,"tolerates_nonfinite":true,"checks_owner":true}})";
 
 std::string one_line(const char* text) {
     std::string out = text;
@@ -514,10 +572,10 @@ std::string answer(const Json& request) {
         return R"({"type":"started","protocol":1,"name":"plain loops in C++","versions":{"c++":"17"}})";
     if (type == "capabilities") return one_line(CAPABILITIES);
     if (type == "stop") return R"({"type":"stopped"})";
-    if (type != "run") throw std::runtime_error("knows no request " + type);
+    if (type != "run" && type != "backward") throw std::runtime_error("knows no request " + type);
     const std::string id = std::to_string(request["id"].integer());
     try {
-        run(request);
+        type == "run" ? run(request) : backward(request);
     } catch (const Refusal& refusal) {
         return "{\"type\":\"refused\",\"id\":" + id + ",\"clause\":" + quoted(refusal.clause) +
                ",\"message\":" + quoted(refusal.message) + "}";

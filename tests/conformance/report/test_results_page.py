@@ -1,0 +1,297 @@
+"""Many runs on one page: what it counts, what it compares, and what it will not put side by side."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from attnconform.conformance.adapters.reference_steps import StepsBackend
+from attnconform.conformance.cases.matrix import matrix
+from attnconform.conformance.command_line import main
+from attnconform.conformance.judge.verdict import CaseResult, Finding
+from attnconform.conformance.report.findings import BUNDLED, known_faults, read_findings
+from attnconform.conformance.report.results_page import (
+    CONFORMS,
+    cell_class,
+    clause_cell,
+    make_page,
+    percent,
+    read_runs,
+)
+from attnconform.conformance.results import Footer, ResultLine, Run, encode_run, make_header
+
+CASES = list(matrix("L0"))
+FINDING = """
+[[finding]]
+clause = "EMPTY-LSE"
+case = "L1.forward.x"
+backend = "sdpa-lse"
+package = "torch"
+version = "2.13.0"
+device = "cpu"
+repro = "python reproduce.py"
+observed = "lse 0.0 | of an empty row"
+expected = "-inf"
+documented = "not documented"
+known = "{known}"
+"""
+
+
+def result_of(case, state, message="out[0, 0, 0] is 1.5"):
+    findings = (
+        () if state in ("PASS", "UNSUPPORTED") else (Finding(state=state, clauses=("SET-HOLE",), message=message),)
+    )
+    return CaseResult(case_id=case.id, state=state, clauses=case.clauses, findings=findings)
+
+
+def run_of(name, states=None, **header):
+    """A run of L0 by a backend of that name, every case a PASS but for those given by their index."""
+    states = states or {}
+    lines = tuple(ResultLine(case=case, result=result_of(case, states.get(i, "PASS"))) for i, case in enumerate(CASES))
+    made = msgspec.structs.replace(make_header(StepsBackend(), "L0", CASES, len(CASES)), backend=name, **header)
+    return Run(made, lines, Footer(counts=dict(Counter(x.result.state for x in lines)), seconds=1.0))
+
+
+def write(folder: Path, *runs: Run) -> list[Path]:
+    """The runs' files, each in a folder of its own."""
+    files = []
+    for i, run in enumerate(runs):
+        file = folder / f"run{i}" / "results.jsonl"
+        file.parent.mkdir(parents=True)
+        file.write_bytes(encode_run(run))
+        files.append(file)
+    return files
+
+
+def called(*arguments):
+    return CliRunner().invoke(main, ["results", *map(str, arguments)])
+
+
+class Cells(HTMLParser):
+    """The texts of all table cells of a page, row by row."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.open = [], False
+
+    def handle_starttag(self, tag, attributes):
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+            self.open = True
+
+    def handle_endtag(self, tag):
+        if tag in ("td", "th"):
+            self.open = False
+
+    def handle_data(self, data):
+        if self.open:
+            self.rows[-1][-1] += data
+
+
+def test_every_clause_of_every_run_is_counted():
+    page = make_page([run_of("a"), run_of("b", {0: "FAIL_value", 1: "UNSUPPORTED"})], ())
+    clause = CASES[0].clauses[0]
+    with_clause = [i for i, case in enumerate(CASES) if clause in case.clauses]
+    row = page.columns[1].clauses[clause]
+    assert row.ran == len(with_clause) - (1 in with_clause)
+    assert row.good == row.ran - 1
+    assert set(page.clauses) == {"SET-HOLE"} | {clause for case in CASES for clause in case.clauses}
+
+
+def test_a_case_counts_against_its_clauses_and_blames_one():
+    page = make_page([run_of("a", {0: "FAIL_value"})], ())
+    column, bystander = page.columns[0], CASES[0].clauses[0]
+    assert bystander != "SET-HOLE"
+    assert column.blamed == {"SET-HOLE": 1}
+    assert "blamed" not in clause_cell(column, bystander)
+    assert cell_class(column, bystander) == "due"
+    assert "SET-HOLE" in page.clauses
+    assert clause_cell(column, "SET-HOLE").endswith("blamed 1")
+    assert cell_class(column, "SET-HOLE") == "bad"
+
+
+def test_the_declared_share_stands_beside_the_pass_rate(tmp_path):
+    states = dict.fromkeys(range(len(CASES) // 2), "UNSUPPORTED")
+    write(tmp_path, run_of("half", states))
+    page = tmp_path / "page.md"
+    assert called(tmp_path, "--out", page).exit_code == 0
+    line = next(x for x in page.read_text().splitlines() if x.startswith("| half |"))
+    share = percent((len(CASES) - len(states)) / len(CASES))
+    assert f"| 100 % | {share} | {len(states)} |" in line
+
+
+@pytest.mark.parametrize(
+    ("share", "text"), [(0.9999, "99.9 %"), (0.00001, "0.1 %"), (1.0, "100 %"), (0.0, "0 %"), (None, "nothing ran")]
+)
+def test_a_share_is_never_rounded_to_all_or_nothing(share, text):
+    assert percent(share) == text
+
+
+def test_cases_on_which_backends_differ_are_listed_and_no_others():
+    runs = [
+        run_of("a", {0: "FAIL_value", 2: "QUALITY"}),
+        run_of("b", {0: "FAIL_membership", 1: "UNSUPPORTED"}),
+        run_of("c", {1: "CRASH", 3: "UNSUPPORTED"}),
+    ]
+    contested = {c.case_id: c for c in make_page(runs, ()).contested}
+    assert contested.keys() == {CASES[0].id, CASES[1].id}
+    assert contested[CASES[0].id].outcomes == {"a": "FAIL_value", "b": "FAIL_membership", "c": CONFORMS}
+    assert contested[CASES[1].id].outcomes == {"a": CONFORMS, "c": "CRASH"}
+    assert "SET-HOLE" in contested[CASES[1].id].why
+
+
+def test_a_run_alone_disagrees_with_nobody():
+    page = make_page([run_of("a", {0: "FAIL_value"})], ())
+    assert (page.contested, page.shared) == ([], 0)
+
+
+def test_text_from_backends_is_escaped(tmp_path):
+    write(tmp_path, run_of("a"), run_of("<script>alert(1)</script>", {0: "FAIL_value"}))
+    page = tmp_path / "page.html"
+    assert called(tmp_path, "--out", page).exit_code == 0
+    assert "<script>alert" not in page.read_text()
+
+
+def test_the_tables_of_both_formats_are_whole_and_the_same(tmp_path):
+    write(tmp_path, run_of("a|b"), run_of("c", {0: "FAIL_value", 1: "UNSUPPORTED"}))
+    for name in ("page.html", "page.md"):
+        assert called(tmp_path, "--out", tmp_path / name).exit_code == 0
+    parser = Cells()
+    parser.feed((tmp_path / "page.html").read_text())
+    grid = [row for row in parser.rows if row and row[0] == CASES[0].clauses[0]]
+    marked = (tmp_path / "page.md").read_text()
+    assert len(grid) == 1
+    assert f"| {' | '.join(grid[0])} |" in marked
+    tables = [line for line in marked.splitlines() if line.startswith("|")]
+    widths = [
+        line.replace("\\|", "").count("|") for line in tables if line.startswith(("| a\\|b", "| c |", "| backend"))
+    ]
+    assert len(set(widths)) == 1
+
+
+def test_versions_device_and_day_are_named(tmp_path):
+    write(
+        tmp_path, run_of("a", device="NVIDIA H200", started="2026-11-30T23:10:00+00:00", versions={"torch": "2.11.0"})
+    )
+    page = tmp_path / "page.md"
+    called(tmp_path, "--out", page)
+    assert "| NVIDIA H200 | torch 2.11.0 | 2026-11-30 |" in page.read_text()
+
+
+def test_runs_of_two_suite_versions_are_refused_in_one_line(tmp_path):
+    files = write(tmp_path, run_of("a"), run_of("b", suite_version="9.9.9"))
+    done = called(*files, "--out", tmp_path / "page.md")
+    assert done.exit_code == 2
+    assert f"{files[1]}: suite_version is 9.9.9, but that of {files[0]} is" in done.output
+    assert done.output.count("\n") == 1
+    assert not (tmp_path / "page.md").exists()
+
+
+def test_runs_of_one_level_over_other_cases_are_refused(tmp_path):
+    files = write(tmp_path, run_of("a"), run_of("b", suite_hash="0123456789ab"))
+    with pytest.raises(ValueError, match="suite_hash is 0123456789ab, but that of"):
+        read_runs(files)
+
+
+def test_one_run_twice_is_refused(tmp_path):
+    files = write(tmp_path, run_of("a"))
+    assert "given twice" in called(*files, *files, "--out", tmp_path / "page.md").output
+
+
+def test_runs_of_one_backend_are_told_apart_by_what_differs():
+    page = make_page([run_of("a", device="cpu"), run_of("a", device="NVIDIA H200")], ())
+    assert [column.label for column in page.columns] == ["a, cpu", "a, NVIDIA H200"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("empty", "--out", "page.md"), "empty holds no results.jsonl"),
+        (("runs", "--out", "page.pdf"), "must end in .md or .html"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "runs", run_of("a"))
+    done = called(*arguments)
+    assert done.exit_code == 2
+    assert words in done.output
+    assert done.output.count("\n") == 1
+
+
+def test_findings_stand_beside_what_was_known(tmp_path):
+    write(tmp_path / "runs", run_of("a"))
+    findings = tmp_path / "findings.toml"
+    findings.write_text(FINDING.format(known="aten CPU flash") + FINDING.format(known=""))
+    page = tmp_path / "page.md"
+    assert called(tmp_path / "runs", "--findings", findings, "--out", page).exit_code == 0
+    text = page.read_text()
+    assert "2 findings, 1 of them not known before" in text
+    assert "| torch | the CPU's flash kernel gives an empty row the lse 0 | run | EMPTY-LSE, `L1.forward.x` |" in text
+    assert "lse 0.0 \\| of an empty row" in text
+    assert text.count("not yet") == len(known_faults()) - 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('"EMPTY-LSE"', '"EMPTY-ELSE"', "finding 1: clause is 'EMPTY-ELSE'"),
+        ('known = ""', 'known = "nobody"', "finding 1: known is 'nobody'"),
+        ('device = "cpu"\n', "", "`device`"),
+        ('device = "cpu"', "device = 3", "Expected `str`, got `int`"),
+        ('device = "cpu"', 'divice = "cpu"\ndevice = "cpu"', "divice"),
+        ('"python reproduce.py"', '"""a\nb"""', "must be one line"),
+        ("[[finding]]", "[[finding", "is not a findings file"),
+    ],
+)
+def test_a_finding_that_is_none_is_named(tmp_path, old, new, words):
+    path = tmp_path / "findings.toml"
+    text = FINDING.format(known="")
+    assert old in text
+    path.write_text(text.replace(old, new))
+    with pytest.raises(ValueError, match=r"findings\.toml") as error:
+        read_findings(path)
+    assert words in str(error.value)
+
+
+def test_the_findings_that_come_with_the_suite_are_on_the_page_with_cases_of_their_own(tmp_path):
+    write(tmp_path, run_of("a"))
+    page = tmp_path / "page.md"
+    assert called(tmp_path, "--out", page).exit_code == 0
+    found = read_findings(BUNDLED)
+    cases = {json.loads(path.read_bytes())["id"] for path in BUNDLED.parent.glob("*.json")}
+    assert {finding.case for finding in found} <= cases
+    assert all(page.read_text().count(f"`{finding.case}`") for finding in found)
+    assert len([finding for finding in found if not finding.known]) >= 5
+
+
+def test_known_faults_have_names_of_their_own():
+    ids = [fault.id for fault in known_faults()]
+    assert len(set(ids)) == len(ids) > 20
+
+
+def test_a_folder_of_real_runs_makes_a_page(tmp_path):
+    """From the command to the page, with the judge in between."""
+    command = [sys.executable, "-P", "-m", "attnconform.conformance.command_line"]
+    case = next(c.id for c in CASES if c.operation == "forward")
+    for backend in ("sdpa", "reference"):
+        options = ["--device", "cpu", "--level", "L0", "-n", "1", "--select", case, "--out", str(tmp_path / backend)]
+        assert subprocess.run([*command, "run", "-b", backend, *options], capture_output=True).returncode == 0
+    page = tmp_path / "page.html"
+    subprocess.run([*command, "results", str(tmp_path), "--out", str(page)], check=True)
+    assert {"sdpa", "reference"} <= {cell for row in read_cells(page) for cell in row}
+
+
+def read_cells(page):
+    parser = Cells()
+    parser.feed(page.read_text())
+    return parser.rows
