@@ -201,6 +201,11 @@ def replay(trace: Path, backend: str, device: str | None, seed: int, max_cases: 
 @device_option
 @click.option("--blind", is_flag=True, help="measure explain itself: every deviation, unnamed, has to be found again")
 @click.option("--select", default="", help="with --blind: deviations whose id or clause holds this, or a fault class")
+@click.option("--shard", default="1/1", show_default=True, metavar="I/N", help="with --blind: some of the deviations")
+@click.option(
+    "--join", multiple=True, type=click.Path(path_type=Path, dir_okay=False),
+    help="with --blind: JSON of another run, whose deviations are not tried again",
+)  # fmt: skip
 @click.option("--processes", type=click.IntRange(1), default=1, show_default=True, help="with --blind")
 @click.option("--seed", type=int, default=0, show_default=True, help="with --blind: the order of all of them")
 @click.option("--rounding", is_flag=True, help="with --blind: subjects round like another implementation")
@@ -210,23 +215,56 @@ def replay(trace: Path, backend: str, device: str | None, seed: int, max_cases: 
 )  # fmt: skip
 @one_line_errors
 def explain(
-    case: str | None, backend: str, device: str | None, blind: bool, select: str, processes: int, seed: int,
-    rounding: bool, json_path: Path | None,
+    case: str | None, backend: str, device: str | None, blind: bool, select: str, shard: str, join: tuple[Path, ...],
+    processes: int, seed: int, rounding: bool, json_path: Path | None,
 ) -> None:  # fmt: skip
     """Say why a backend fails a case: a case id, or a case's JSON file."""
     if blind == (case is not None):
         raise ValueError("explain takes either a case or --blind")
     if case is None:
-        from attnconform.conformance.explain.blind import blind_command
+        from attnconform.conformance.explain.blind_command import blind_command
 
         sys.exit(
             blind_command(
-                console, select=select, processes=processes, seed=seed, rounding=rounding, json_path=json_path
+                console, select=select, shard=shard, processes=processes, seed=seed, rounding=rounding, join=join,
+                json_path=json_path,
             )
-        )
+        )  # fmt: skip
     from attnconform.conformance.explain import explain_case
 
     sys.exit(explain_case(console, case, backend=backend, device=default_device(device)))
+
+
+@main.command()
+@backend_option
+@device_option
+@click.option("--examples", type=click.IntRange(1), default=200, show_default=True, help="cases drawn at most")
+@click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=None, help="end after so long")
+@click.option("--seed", type=int, default=None, help="draw the same cases again [default: others every time]")
+@click.option(
+    "--operation", "operations", multiple=True, type=click.Choice(["forward", "backward"]),
+    default=("forward", "backward"), show_default=True,
+)  # fmt: skip
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), default=Path("attnconform-hunt"), show_default=True
+)
+@one_line_errors
+def hunt(
+    backend: str, device: str | None, examples: int, seconds: float | None, seed: int | None,
+    operations: tuple[Any, ...], out: Path,
+) -> None:  # fmt: skip
+    """Judge a backend on cases that nobody wrote down, drawn ever nearer to its bounds, until one fails."""
+    try:
+        from attnconform.conformance.hunt import hunt_command
+    except ModuleNotFoundError as missing:
+        raise ValueError(f"hunt needs the package {missing.name}: pip install 'attnconform[hunt]'") from None
+
+    sys.exit(
+        hunt_command(
+            console, backend=backend, device=default_device(device), examples=examples, seconds=seconds, seed=seed,
+            operations=operations, out=out,
+        )
+    )  # fmt: skip
 
 
 @main.command()
@@ -259,6 +297,23 @@ def verify(folder: Path) -> None:
     from attnconform.conformance.running import verify_command
 
     sys.exit(verify_command(console, folder))
+
+
+@main.command()
+@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
+@click.option(
+    "--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="page.html or page.md to be written"
+)
+@click.option(
+    "--findings", type=click.Path(path_type=Path, dir_okay=False), default=None,
+    help="TOML file of faults found in released packages [default: those that come with the suite]",
+)  # fmt: skip
+@one_line_errors
+def results(paths: tuple[Path, ...], out: Path, findings: Path | None) -> None:
+    """Many runs on one page: results.jsonl files, or folders that hold some."""
+    from attnconform.conformance.report.results_page import results_command
+
+    sys.exit(results_command(paths, findings=findings, out=out))
 
 
 @main.command("kill-matrix")
@@ -373,16 +428,21 @@ def fixtures_write(folder: Path) -> None:
     "--suite",
     "suites",
     multiple=True,
-    type=click.Choice(["seed64k", "prefill", "nsa", "index", "quant", "backward", "sweep"]),
+    type=click.Choice(
+        ["seed64k", "prefill", "nsa", "index", "quant", "backward", "backward-tuning", "training", "sweep", "targets"]
+    ),
     default=("seed64k",),
     show_default=True,
 )
-@click.option("--peer", type=click.Choice(["flashinfer", "flex", "fla", "sdpa", "dense-mask"]), default=None)
+@click.option("--peer", type=click.Choice(["flashinfer", "flex", "fla", "sdpa", "cudnn", "dense-mask"]), default=None)
 @click.option("--trace", type=click.Path(path_type=Path), default=None, help="candidate trace: its lists and lengths")
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), default=None)
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), default=None, help="writes F.png and F.html")
 @click.option(
     "--agrees-with", type=click.Path(path_type=Path, dir_okay=False), default=None, help="earlier JSON of this version"
+)
+@click.option(
+    "--limit", type=click.FloatRange(0, min_open=True), default=None, help="seconds after which no work is begun"
 )
 @click.option("--no-counters", is_flag=True, help="do not start the hardware profiler where it is installed")
 @click.option("--diagnose", is_flag=True, help="take one batch apart: four runs, and what the decision tree says")
@@ -398,10 +458,12 @@ def fixtures_write(folder: Path) -> None:
 @one_line_errors
 def bench(
     backend: str, suites: tuple[str, ...], peer: str | None, trace: Path | None, json_path: Path | None,
-    plot: Path | None, agrees_with: Path | None, no_counters: bool, diagnose: bool, subjects: tuple[str, ...],
+    plot: Path | None, agrees_with: Path | None, limit: float | None, no_counters: bool, diagnose: bool,
+    subjects: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Time kernels beside a peer. Without a GPU: tiny shapes in the interpreter, whose times mean nothing."""
-    from attnconform.conformance.bench.command import bench_command, diagnose_command
+    from attnconform.conformance.bench.command import bench_command
+    from attnconform.conformance.bench.diagnosing import diagnose_command
 
     if diagnose:
         sys.exit(diagnose_command(console, subjects=subjects, json_path=json_path, with_counters=not no_counters))
@@ -416,6 +478,7 @@ def bench(
             plot=plot,
             agrees_with=agrees_with,
             with_counters=not no_counters,
+            limit=limit,
         )
     )
 

@@ -1,12 +1,14 @@
 """Which clauses a case exercises, read off its axes."""
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 
 from attnconform.conformance.cases.axes import Row
-from attnconform.reference.attention import effective_sets
+from attnconform.reference.attention import EffectiveSets, effective_sets
+from attnconform.reference.candidates import HOLE
 from attnconform.reference.problem import AttentionProblem
 
 EVERY_FORWARD = (
@@ -17,7 +19,7 @@ EVERY_FORWARD = (
 EVERY_BACKWARD = ("GRAD-FORMULA", "GRAD-SET", "GRAD-ZERO", "GRAD-SUM", "GRAD-LSE")
 
 OF_VALUE: dict[tuple[str, str], tuple[str, ...]] = {
-    ("granularity", "token"): ("SET-ORDER", "GQA-LISTS"),
+    ("granularity", "token"): ("GQA-LISTS",),
     ("granularity", "block"): ("BLOCK-EXPAND", "BLOCK-MEMBER", "BLOCK-BIND", "GQA-LISTS"),
     ("listing", "shuffled"): ("SET-ORDER",),
     ("listing", "duplicates"): ("SET-DUPLICATE", "SET-ORDER"),
@@ -47,7 +49,7 @@ OF_VALUE: dict[tuple[str, str], tuple[str, ...]] = {
     ("score", "relative"): ("SCORE-RELATIVE", "SCORE-HEAD"),
     ("score", "softcap_relative"): ("SCORE-RELATIVE", "SCORE-SOFTCAP", "SCORE-ORDER", "SCORE-HEAD"),
     ("score", "custom"): ("RULE-CUSTOM",),
-    ("form", "sequence"): ("SET-SEQUENCE", "SET-FORM"),
+    ("form", "sequence"): ("SET-SEQUENCE",),
     ("dropout", "quarter"): ("DROPOUT-COUNTER", "DROPOUT-NUMERATOR"),
     ("rope", "encoded"): ("ROPE-POSITION",),
     ("rope", "raw"): ("ROPE-POSITION", "ROPE-PAIRS"),
@@ -77,12 +79,14 @@ SAMPLED = {
     "PLAN-REPLAN": 20, "PLAN-WORKSPACE": 20, "PLAN-INPUTS": 20,
     "PLAN-APART": 24, "PLAN-COPY": 24, "PLAN-ALLOCATE": 24, "PLAN-REPLAY": 32,
 }  # fmt: skip
+NARROW_ELEMENTS, NARROW_PAGES = 2**15, 2**5  # 2**31 scaled down to pools that a small case has
 BLOCKS_OF_THE_MASK = ("BLOCK-COMPLETE", "BLOCK-EXCLUSIVE", "BLOCK-FULL", "BLOCK-DECODE")
 
 
 def clauses_of(operation: str, row: Row, problem: AttentionProblem) -> tuple[str, ...]:
     """Clauses that a problem with these axis values exercises; none that nothing in it could break."""
-    counts, listed = (effective_sets(p).counts() for p in (problem, replace(problem, mask_rule=None)))
+    edges, unmasked = (effective_sets(p) for p in (problem, replace(problem, mask_rule=None)))
+    counts = edges.counts()
     has_empty_row = bool(counts.size) and not counts.all()
     clauses = set(EVERY_FORWARD)
     for pair in row.items():
@@ -95,6 +99,8 @@ def clauses_of(operation: str, row: Row, problem: AttentionProblem) -> tuple[str
         clauses.add("RULE-EDIT")
     if operation == "forward":
         clauses.update(sampled_clauses(row))
+    if operation == "forward" and row["values"] == "zero_q":  # a turned 0 is 0
+        clauses -= {"ROPE-POSITION", "ROPE-PAIRS"}
     if row["splits"] != "1":
         clauses.update(("MERGE-SPLIT", "MERGE-DISJOINT", "MERGE-OUTPUTS", "MERGE-EMPTY"))
     if row["granularity"] == "dense" and row["mask"] != "none":
@@ -107,13 +113,44 @@ def clauses_of(operation: str, row: Row, problem: AttentionProblem) -> tuple[str
             clauses.update(BACKWARD_OF_VALUE.get(pair, ()))
         if row["granularity"] == "dense":
             clauses.add("BLOCK-TRANSPOSE")
+        if row["values"] == "summed_out":  # nothing arrives through lse
+            clauses.discard("GRAD-LSE")
         if has_empty_row:
             clauses.add("EMPTY-GRAD")
-    if (counts == listed).all():
+    if (counts == unmasked.counts()).all():
         clauses -= {c for c in clauses if c.startswith("MASK-") and c not in EVERY_FORWARD}
-    if not has_alias(problem):
-        clauses.discard("SET-ALIAS")
-    return tuple(sorted(clauses))
+        clauses.discard("MASK-BEFORE-MAX")
+    return tuple(sorted(clauses - unbreakable(problem, edges)))
+
+
+def unbreakable(problem: AttentionProblem, edges: EffectiveSets) -> set[str]:
+    """Clauses that every case would name, and that nothing in this problem could break."""
+    counts, quants = edges.counts(), (problem.k_quant, problem.v_quant)
+    can_break = {
+        "SET-ALIAS": has_alias(problem),
+        "EMPTY-NEIGHBOUR": bool(counts.any()) and not counts.all(),
+        "COORD-WIDE": reaches_far(problem, edges),
+        "GQA-MAP": problem.num_kv_heads > 1,
+        "MASK-OFFSET": problem.mask_rule is not None,
+        "SET-ORDER": any(descends(problem)),
+        "QUANT-GRANULARITY": any(quant is not None and quant.granularity != "tensor" for quant in quants),
+    }
+    return {clause for clause, is_possible in can_break.items() if not is_possible}
+
+
+def descends(problem: AttentionProblem) -> Iterator[bool]:
+    """Of every list, whether some entry is smaller than one before it; holes aside. [SET-ORDER]"""
+    if problem.candidates is not None:
+        for i in range(problem.candidates.num_lists):
+            entries = problem.candidates.entries(i)
+            yield bool((np.diff(entries[entries != HOLE]) < 0).any())
+
+
+def reaches_far(problem: AttentionProblem, edges: EffectiveSets) -> bool:
+    """Whether some key lies on a page, or at an element, whose number a narrow type would wrap. [COORD-WIDE]"""
+    last = int(edges.slots.max(initial=0))
+    element = last * problem.num_kv_heads * max(problem.head_dim_qk, problem.head_dim_vo)
+    return element >= NARROW_ELEMENTS or last // problem.cache.page_size >= NARROW_PAGES
 
 
 def is_editable(operation: str, row: Row) -> bool:
@@ -125,6 +162,10 @@ def is_editable(operation: str, row: Row) -> bool:
 def sampled_clauses(row: Row) -> set[str]:
     """Clauses whose checks make further calls, on a share of the cases that a hash of the axes picks."""
     found = {clause for clause, one_in in SAMPLED.items() if is_sampled(clause, one_in, row)}
+    if (
+        row["mask"] == "custom" or row.get("lengths") == "one"
+    ):  # a registered rule knows no other request; one key, one split
+        found.discard("DETERMINISM-BATCH")
     if row.get("form", "set") != "set":  # a list is more than its edges
         found.discard("SET-REPRESENTATION")
     if row.get("epilogue", "none") != "none":  # what follows the sum is not linear

@@ -110,7 +110,7 @@ def of_operation(level: str, operation: str, cases: Sequence[Case]) -> Operation
     return OperationCoverage(
         operation=operation,
         cases=len(cases),
-        values={axis: {value: sum(row[axis] == value for row in rows) for value in axes[axis]} for axis in axes},
+        values={axis: count_values(values, [row[axis] for row in rows]) for axis, values in axes.items()},
         pairs=tuple(covered((a, b), agree[a, b], axes, codes) for a, b in combinations(axes, 2)),
         triples=tuple(
             covered(
@@ -129,6 +129,11 @@ def domain(level: str, operation: str) -> tuple[dict[str, tuple[str, ...]], Call
     if level in FROZEN_LEVELS:
         return wide_axes(operation), is_possible_wide
     return AXES[operation], is_possible
+
+
+def count_values(values: tuple[str, ...], met: list[str]) -> dict[str, int]:
+    """Cases of every value of an axis, and of those that designed cases alone have."""
+    return dict.fromkeys(values, 0) | Counter(met)
 
 
 def index_of(values: tuple[str, ...], value: str) -> int:

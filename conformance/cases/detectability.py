@@ -1,41 +1,38 @@
 """How far the deviations of a case's clauses move it: a case that nothing can fail asks nothing.
 
 The ratio of a deviation on a case is its largest error / worst-case bound over all elements of all outputs. A mistake
-that moves no number far enough counts where a check catches it outright: what was written, read or kept, an input that
-changed, a multiplicity that is another. The ratios of L1 are stored beside the cases.
+that moves no number far enough counts where a check of its clause catches it outright: what was written, read or kept,
+an input that changed, a multiplicity that is another. The ratios of L1 are stored beside the cases.
 """
 
+import gc
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import numpy as np
+import torch
 
 from attnconform.conformance.adapters.reference_steps import StepsBackend
+from attnconform.conformance.backend import Backend
 from attnconform.conformance.cases.structure import Case
+from attnconform.conformance.clauses import CHECKS
 from attnconform.conformance.deviations import DEVIATIONS, Deviation
-from attnconform.conformance.deviations.observation import Call, observe, trial_of
-from attnconform.conformance.judge.gradient_bounds import compare_gradients
-from attnconform.conformance.judge.hygiene import check_repeat
-from attnconform.conformance.judge.interference import check_other_rows, check_unselected
-from attnconform.conformance.judge.judge import judge_case
-from attnconform.conformance.judge.membership import check_membership
-from attnconform.conformance.judge.trial import BackendCrash, Trial
+from attnconform.conformance.deviations.observation import TRIALS, Call, observe, trial_of
+from attnconform.conformance.judge.gradient_bounds import compare_gradients, given
+from attnconform.conformance.judge.judge import CHECKS_OF, Check, run_checks, undeclared
+from attnconform.conformance.judge.trial import BackendCrash
 from attnconform.conformance.judge.values import Comparison, compare_forward
+from attnconform.conformance.judge.verdict import CONFORMING, NOT_RUN
+from attnconform.reference.coordinates import FloatArray
 
-Kind = Literal["value", "hygiene", "crash", "membership", "repeat", "interference"]
 ENOUGH = 2.0  # times the bound that some deviation must move a case
 FILE = "l1_detectability.json"
-OUTRIGHT: dict[str, Kind] = {
-    "check_membership": "membership",
-    "check_repeat": "repeat",
-    "check_unselected": "interference",
-    "check_other_rows": "interference",
-}
-MAX_OUTRIGHT = 2  # deviations of a clause that are put before the checks that need more than one call
+OF_ONE_CALL = ("check_values", "check_gradients", "check_inputs", "check_bounds")  # what the numbers say already
 
 
 class Detection(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +40,7 @@ class Detection(msgspec.Struct, frozen=True, kw_only=True):
 
     deviation: str
     ratio: float  # largest error / bound; 0 where no number moves
-    kind: Kind
+    kind: str  # value, hygiene, crash, or the check that caught it outright, such as membership
 
     @property
     def is_enough(self) -> bool:
@@ -96,27 +93,38 @@ def of_clause(clause: str) -> list[Deviation]:
 
 
 def strongest(case: Case, deviations: Sequence[Deviation]) -> Detection | None:
-    """The best of one call each; where that is not enough, of the checks that need more calls."""
+    """The best of one call each; where that is not enough, of the checks of the clause that need more calls."""
     found = [detection for detection in (detect(case, deviation) for deviation in deviations) if detection is not None]
     best = max(found, key=lambda detection: (detection.is_enough, detection.ratio), default=None)
     if best is not None and best.is_enough:
         return best
-    caught = (caught_outright(case, deviation) for deviation in deviations[:MAX_OUTRIGHT])
+    caught = (caught_outright(case, deviation) for deviation in deviations)
     return next((detection for detection in caught if detection is not None), best)
 
 
 def detect(case: Case, deviation: Deviation) -> Detection | None:
     """How one call of a deviation shows beside the oracle; None where it does not show at all."""
+    reference = of_the_reference(case)
     try:
-        call = observe(case, deviation.build())
+        call = observe_enough(case, deviation.build(), reference)
     except BackendCrash:
         return Detection(deviation=deviation.id, ratio=0.0, kind="crash")
-    if call.equals(OF_THE_REFERENCE.call(case)):
+    if call.equals(reference.call):
         return None
-    ratio = largest_ratio(case, call)
+    ratio = largest_ratio(call, reference)
     if ratio < ENOUGH and leaves_traces(call):
         return Detection(deviation=deviation.id, ratio=ratio, kind="hygiene")
     return Detection(deviation=deviation.id, ratio=ratio, kind="value")
+
+
+def observe_enough(case: Case, backend: Backend, reference: "OfTheReference") -> Call:
+    """One call; its backward, which costs twice as much, only where the forward does not show far enough already."""
+    trial = trial_of(case, backend)
+    forward = Call(trial.base, None, takes_dlse=False)
+    if case.operation != "backward" or largest_ratio(forward, reference) >= ENOUGH:
+        return forward
+    gradients = trial.run_backward(trial.values, trial.base)
+    return Call(trial.base, gradients, backend.capabilities.gradient_of_lse)
 
 
 def leaves_traces(call: Call) -> bool:
@@ -126,57 +134,102 @@ def leaves_traces(call: Call) -> bool:
     return bool(forward.mutated or changed) or not forward.guards_intact or forward.path != "native"
 
 
-def largest_ratio(case: Case, call: Call) -> float:
-    """The largest error / bound over all elements of all outputs, under the plain class of the case's dtype."""
-    ratios = [comparison.worst_ratio for comparison in comparisons(case, call)]
-    return min(max(ratios, default=0.0), sys.float_info.max)
-
-
-def comparisons(case: Case, call: Call) -> Iterator[Comparison]:
-    """Every output of a call with its bounds."""
-    trial = trial_of(case, StepsBackend())
-    got = {"out": call.forward.out, "lse": call.forward.lse}
-    for comparison in OF_THE_REFERENCE.bounds(trial):
-        mine = got.get(comparison.name)
-        if mine is not None and mine.shape == comparison.want.shape:
-            yield Comparison(comparison.name, mine, comparison.want, comparison.worst, comparison.probable)
-    if call.gradients is not None:
-        oracle = trial.oracle_gradients(trial.values, trial.oracle)
-        yield from compare_gradients(trial, trial.values, call.gradients, oracle, trial.oracle)
-
-
 class OfTheReference:
-    """Call and bounds of the case that was asked for last: every deviation of a case needs the same ones."""
+    """A case's own call with its bounds: what every deviation of the case is held against."""
 
-    def __init__(self) -> None:
-        self.calls: dict[str, Call] = {}
-        self.compared: dict[str, list[Comparison]] = {}
+    def __init__(self, case: Case) -> None:
+        trial_of(case, StepsBackend())
+        shared = TRIALS[case.id]  # every trial of the case is a copy of this one, and has what it has computed
+        shared.oracle, shared.selected  # noqa: B018
+        self.trial = trial_of(case, StepsBackend())
 
-    def call(self, case: Case) -> Call:
-        """The reference's own call."""
-        if case.id not in self.calls:
-            self.calls = {case.id: observe(case, StepsBackend())}
-        return self.calls[case.id]
+    @cached_property
+    def call(self) -> Call:
+        return observe(self.trial.case, StepsBackend())
 
-    def bounds(self, trial: Trial) -> list[Comparison]:
-        """out and lse with their bounds."""
-        if trial.case.id not in self.compared:
-            self.compared = {trial.case.id: compare_forward(trial, trial.values, trial.base, trial.oracle)}
-        return self.compared[trial.case.id]
+    @cached_property
+    def comparisons(self) -> list[Comparison]:
+        """Every output with its bounds, under the plain class of the case's dtype."""
+        trial, call = self.trial, self.call
+        found = compare_forward(trial, trial.values, call.forward, trial.oracle)
+        if call.gradients is not None:
+            oracle = trial.oracle_gradients(trial.values, trial.oracle)
+            found += compare_gradients(trial, trial.values, call.gradients, oracle, trial.oracle)
+        return found
 
 
-OF_THE_REFERENCE = OfTheReference()
+LAST: dict[str, OfTheReference] = {}  # of the one case that was asked for last
+
+
+def of_the_reference(case: Case) -> OfTheReference:
+    """Made once a case, as long as its deviations come one after another; what was kept of the case before goes."""
+    if case.id not in LAST:
+        for earlier in LAST:
+            TRIALS.pop(earlier, None)
+        LAST.clear()
+        LAST[case.id] = OfTheReference(case)
+    return LAST[case.id]
+
+
+def largest_ratio(call: Call, reference: OfTheReference) -> float:
+    """The largest error / bound over all elements of all outputs."""
+    got, ratios = outputs_of(call), [0.0]
+    for known in reference.comparisons:
+        mine = got.get(known.name)
+        if mine is not None and mine.shape == known.want.shape:
+            ratios.append(Comparison(known.name, mine, known.want, known.worst, known.probable).worst_ratio)
+    return min(max(ratios), sys.float_info.max)
+
+
+def outputs_of(call: Call) -> dict[str, FloatArray]:
+    """Every output of a call by its name in a comparison."""
+    out = {"out": call.forward.out} | ({} if call.forward.lse is None else {"lse": call.forward.lse})
+    return out if call.gradients is None else out | given(call.gradients)
 
 
 def caught_outright(case: Case, deviation: Deviation) -> Detection | None:
-    """What a check that needs more than one call says of a deviation on a forward case."""
-    if case.operation != "forward":
+    """What the checks of a deviation's clause say that need more than one call."""
+    backend = deviation.build()
+    if undeclared(case, backend) is not None:
         return None
-    checks = (check_membership, check_repeat, check_unselected, check_other_rows)
-    for finding in judge_case(case, deviation.build(), checks).findings:
-        if finding.check in OUTRIGHT and finding.state.startswith("FAIL"):
-            return Detection(deviation=deviation.id, ratio=0.0, kind=OUTRIGHT[finding.check])
+    with old_objects_aside():
+        findings = run_checks(trial_of(case, backend), checks_of(case.operation, deviation.clause))
+    for finding in findings:
+        if finding.state not in CONFORMING | NOT_RUN | {"UNRESOLVED", "HARNESS_ERROR"}:
+            return Detection(deviation=deviation.id, ratio=0.0, kind=finding.check.removeprefix("check_"))
     return None
+
+
+@contextmanager
+def old_objects_aside() -> Iterator[None]:
+    """A check that collects garbage many times looks at what its own calls made, and not at all of the process."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Tensors of a case are so small that threads cost more than they save."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@cache
+def checks_of(operation: str, clause: str) -> tuple[Check, ...]:
+    """The checks of an operation that judge a clause by more than the numbers of one call."""
+    carry = {name for name, clauses in CHECKS.items() if clause in clauses}
+    return tuple(
+        check
+        for check in CHECKS_OF[operation]
+        if f"{check.__module__}.{check.__qualname__}" in carry and check.__name__ not in OF_ONE_CALL
+    )
 
 
 def stored() -> dict[str, Measured]:
@@ -199,7 +252,8 @@ def measure_all(cases: Iterable[Case], path: Path, *, quick: bool = False) -> It
     for case in cases:
         if case.id in known and (quick or known[case.id].complete):
             continue
-        known[case.id] = measure_quickly(case) if quick else measure(case)
+        with one_thread():
+            known[case.id] = measure_quickly(case) if quick else measure(case)
         write(path, known)
         yield case.id, known[case.id]
 

@@ -9,6 +9,7 @@ import msgspec
 from attnconform.conformance.backend import OPTIONAL_AXES
 from attnconform.conformance.cases.clauses_of import clauses_of
 from attnconform.conformance.cases.covering import AXES
+from attnconform.conformance.cases.designed import designed_cases
 from attnconform.conformance.cases.frozen import FROZEN_LEVELS, frozen_cases
 from attnconform.conformance.cases.generate import build_structure
 from attnconform.conformance.cases.refusals import refusal_cases
@@ -58,7 +59,8 @@ def matrix(level: str) -> tuple[Case, ...]:
     if level in FROZEN_LEVELS:
         return (*matrix(LEVELS[LEVELS.index(level) - 1]), *frozen_cases(level))
     generated = [matrix_case(op, i, row) for op in AXES for i, row in enumerate(frozen_rows(op))]
-    return (*smoke_cases(), *generated, wide_case(), *structure_cases(generated), *refusal_cases())
+    own = (wide_case(), *designed_cases(SMOKE_ROW))
+    return (*smoke_cases(), *generated, *own, *structure_cases(generated), *refusal_cases())
 
 
 WIDE_PAGE_STRIDE = 2**29  # of five pages the last one starts at element 2^31
@@ -77,7 +79,8 @@ def wide_case() -> Case:
         candidates=CandidateStructure(lists=((0, 17, 48), (5, 30, 47)), sharing="kv_head"),
         page_stride=WIDE_PAGE_STRIDE,
     )
-    return named(msgspec.structs.replace(case, structure=structure), "decode-token-none-wide-pool")
+    clauses = tuple(sorted({*case.clauses, "COORD-WIDE"}))
+    return named(msgspec.structs.replace(case, structure=structure, clauses=clauses), "decode-token-none-wide-pool")
 
 
 SMOKE_ROW = {

@@ -48,6 +48,11 @@ BLOCK_SIZES = (2, 4, 16)
 SHARINGS: tuple[Sharing, ...] = get_args(Sharing)
 VALUE_KINDS: tuple[ValueKind, ...] = get_args(ValueKind)
 SEEDS = st.integers(0, 2**64 - 1)
+# what the matrix calls a rule that stands alone, and a pair in this order
+OF_THE_MATRIX = {
+    "Causal": "causal", "Window": "window", "PrefixLM": "prefix", "Alibi": "alibi", "SoftCap": "softcap",
+    "Alibi_SoftCap": "alibi_softcap",
+}  # fmt: skip
 
 CLAUSES_OF_RULE: dict[type[MaskRule | ScoreRule], tuple[str, ...]] = {
     Causal: ("MASK-CAUSAL",),
@@ -290,10 +295,21 @@ def sink_logits(num_qo_heads: int) -> st.SearchStrategy[tuple[float, ...]]:
 
 
 def axes_of(structure: Structure, kind: ValueKind) -> dict[str, str]:
-    """The axis values of a drawn structure, as far as clauses depend on them."""
+    """The axis values of a drawn structure, as far as clauses and declarations depend on them.
+
+    They are the matrix' own words where it has one, and names of rules where it has none.
+    """
     lists = structure.candidates
     window, sinks = (0, 0) if lists is None else (lists.window, lists.num_sink_tokens)
+    mask = "none" if structure.mask_rule is None else type(structure.mask_rule).__name__
+    score = "_".join(type(rule).__name__ for rule in structure.score_rules) or "none"
     return {
+        "dtype": structure.dtype,
+        "heads": f"{structure.num_qo_heads}/{structure.num_kv_heads}",
+        "head_dim": f"{structure.head_dim_qk}/{structure.head_dim_vo}",
+        "page_size": str(structure.page_size),
+        "sharing": "shared" if lists is None else lists.sharing,
+        "q_block": "1" if lists is None else str(lists.q_block_size),
         "granularity": "dense" if lists is None else lists.granularity,
         "listing": listing_of(() if lists is None else lists.lists),
         "local": {(0, 0): "none", (1, 0): "window", (0, 1): "sinks"}.get(
@@ -302,8 +318,8 @@ def axes_of(structure: Structure, kind: ValueKind) -> dict[str, str]:
         "pages": pages_of(structure.page_table),
         "layout": structure.layout,
         "strides": "interleaved" if structure.interleaved else "dense",
-        "mask": "none" if structure.mask_rule is None else type(structure.mask_rule).__name__,
-        "score": "_".join(type(rule).__name__ for rule in structure.score_rules) or "none",
+        "mask": OF_THE_MATRIX.get(mask, mask),
+        "score": OF_THE_MATRIX.get(score, score),
         "sink": "none" if structure.sink_logits is None else "logits",
         "splits": str(structure.hints.num_kv_splits or 1),
         "values": kind,

@@ -31,6 +31,10 @@ ValueKind = Literal[
     "v_mean",
     "integers",
     "code_edges",
+    "near_ties",
+    "last_visible",
+    "first_hidden",
+    "summed_out",
 ]
 
 # what JSON cannot hold, or what belongs to a tensor and not to the problem

@@ -7,9 +7,10 @@ import numpy as np
 
 from attnconform.conformance.cases.structure import Case, Dtype, ValueKind
 from attnconform.reference import philox
-from attnconform.reference.coordinates import FloatArray
-from attnconform.reference.problem import AttentionProblem
+from attnconform.reference.coordinates import FloatArray, IntArray, Positions
+from attnconform.reference.problem import AttentionProblem, QueryRow
 from attnconform.reference.quantization import QuantFormat, Quantization, quantize
+from attnconform.reference.rule_values import mask_allows
 
 NUMPY_DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 EXTREME_SCORE = 5e4
@@ -50,6 +51,8 @@ def build_values(case: Case, problem: AttentionProblem) -> Values:
     q, k, v = shape_values(case.values, problem, q, k, v)
     dout = philox.normal(case.seed, DOUT_STREAM, (rows, problem.num_qo_heads, problem.head_dim_vo))
     dlse = philox.normal(case.seed, DLSE_STREAM, (rows, problem.num_qo_heads))
+    if case.values == "summed_out":  # what out.sum() sends back
+        dout, dlse = np.ones_like(dout), np.zeros_like(dlse)
     dtype = case.structure.dtype
     q, dout = round_to(q, dtype), round_to(dout, dtype)
     k, v = (stored_numbers(case, problem, quant, x) for quant, x in ((problem.k_quant, k), (problem.v_quant, v)))
@@ -78,8 +81,14 @@ def shape_values(
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Normal numbers bent into one of the designed families."""
     match kind:
-        case "normal":
+        case "normal" | "summed_out":
             return q, k, v
+        case "near_ties":  # every key nearly the same, so that which score is the largest hangs on a rounding
+            return q, k[:1] + k / 64, v
+        case "last_visible" | "first_hidden":
+            return along_first_axis(
+                problem, q, k, slots=edge_slots(problem, kind), first_key_score=half_mass_score(problem), v=v
+            )
         case "code_edges":  # large codes make scores of thousands, where one key takes all: a small query spreads them
             return q / 64, k, v
         case "peaked":
@@ -93,8 +102,7 @@ def shape_values(
         case "v_mean":
             return q, k, 1 + v / 8
         case "half_mass":
-            longest = max(int(problem.seqlen_kv.max(initial=1)), 2)
-            return along_first_axis(problem, q, k, first_key_score=float(np.log(longest)), v=v)
+            return along_first_axis(problem, q, k, first_key_score=half_mass_score(problem), v=v)
         case "far_key":
             return along_first_axis(problem, q, k, first_key_score=FAR_SCORE, v=v)
         case "zero_lane":
@@ -106,25 +114,62 @@ def shape_values(
             )
 
 
+def half_mass_score(problem: AttentionProblem) -> float:
+    """The score with which one key of the longest request weighs as much as all others, whose scores are 0."""
+    return float(np.log(max(int(problem.seqlen_kv.max(initial=1)), 2)))
+
+
+def edge_slots(problem: AttentionProblem, kind: ValueKind) -> IntArray:
+    """(num_marked, num_kv_heads) where the keys lie that the middle row of each request just sees, or just does not.
+
+    Of what its mask leaves, the first and the last key; or the one before the first and the one after the last.
+    """
+    marked: list[IntArray] = [np.empty((0, problem.num_kv_heads), dtype=np.int64)]
+    for where in middle_rows(problem):
+        length = int(problem.seqlen_kv[where.request])
+        allowed = np.flatnonzero(mask_allows(problem.mask_rule, where.request, where.q_idx, np.arange(length), 0))
+        if allowed.size:
+            step = int(kind == "first_hidden")
+            ends = np.array([allowed[0] - step, allowed[-1] + step])
+            slots = problem.cache.slots(where.request, Positions(ends[(ends >= 0) & (ends < length)]))
+            of_head = [problem.cache.head_slots(slots, head).values for head in range(problem.num_kv_heads)]
+            marked.append(np.stack(of_head, axis=1))
+    return np.concatenate(marked)
+
+
+def middle_rows(problem: AttentionProblem) -> list[QueryRow]:
+    """One query row of each request that has any."""
+    rows: dict[int, list[QueryRow]] = {}
+    for where in problem.rows():
+        rows.setdefault(where.request, []).append(where)
+    return [of_request[len(of_request) // 2] for of_request in rows.values()]
+
+
+def first_slots(problem: AttentionProblem) -> IntArray:
+    """(num_marked, num_kv_heads) where the first key of each request lies."""
+    pages = [problem.cache.page_table[n, 0] for n in np.flatnonzero(problem.seqlen_kv > 0)]
+    slots = np.array(pages, dtype=np.int64) * problem.cache.page_size
+    return np.repeat(slots[:, None], problem.num_kv_heads, axis=1)
+
+
 def along_first_axis(
     problem: AttentionProblem,
     q: FloatArray,
     k: FloatArray,
     *,
     first_key_score: float,
+    slots: IntArray | None = None,  # (num_marked, num_kv_heads) that get it; None: the first of every request
     other_score: float | FloatArray = 0.0,  # a number, or (num_slots, num_kv_heads)
     v: FloatArray,
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Scores set by hand: q's first component alone decides them, and small noise rides on the second.
 
-    The first position of every request gets `first_key_score`, every other slot `other_score`.
+    The marked slots get `first_key_score`, every other one `other_score`.
     """
     along = np.sqrt(np.abs(first_key_score) / problem.sm_scale) if first_key_score else 1.0
     new_q, new_k = np.zeros_like(q), np.zeros_like(k)
     new_q[..., 0], new_q[..., 1] = along, q[..., 1]
     new_k[..., 0], new_k[..., 1] = np.asarray(other_score) / (problem.sm_scale * along), k[..., 1]
-    for n in np.flatnonzero(problem.seqlen_kv > 0):
-        new_k[problem.cache.page_table[n, 0] * problem.cache.page_size, :, 0] = first_key_score / (
-            problem.sm_scale * along
-        )
+    marked = first_slots(problem) if slots is None else slots
+    new_k[marked, np.arange(problem.num_kv_heads), 0] = first_key_score / (problem.sm_scale * along)
     return new_q, new_k, v

@@ -67,6 +67,7 @@ def trial_of(case: Case, backend: Backend) -> Trial:
         TRIALS[case.id].owned  # noqa: B018  computed here, so that every copy has it
     trial = copy(TRIALS[case.id])
     trial.usage, trial.usage_probable, trial.rewritten = {}, {}, set()  # what a backend showed is its own
+    trial.paths, trial.growth = [], []
     trial.backend, trial.problem = backend, build_problem(case.structure)
     trial.view = ProblemView(trial.problem, case.structure.hints, backend.device)
     return trial

@@ -21,7 +21,6 @@ from attnconform.conformance.judge.judge import judge_case
 from attnconform.conformance.judge.trial import replace_seed
 from attnconform.conformance.judge.verdict import CaseResult
 
-
 OTHER_SEED_CASES = 20  # a variant sees at least so many under each other seed, where there are
 
 

@@ -1,10 +1,12 @@
 """A backend through a random life of a cache: tokens come and go, pages move, prefixes fork, places are used again.
 
-Hypothesis draws what happens; after each planning the answer is compared with the oracle's, and a failure is shrunk to
-the shortest life that shows it. [PLAN-REPLAN, COORD-FORK, COORD-COPY-ON-WRITE, COORD-GENERATION, COORD-RENUMBER]
+Hypothesis draws what happens; after each run or replay the answer is compared with the oracle's, and a failure is
+shrunk to the shortest life that shows it. [PLAN-REPLAN, PLAN-REPLAY, PLAN-INPUTS, COORD-FORK, COORD-COPY-ON-WRITE,
+COORD-GENERATION, COORD-RENUMBER]
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,8 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from attnconform.conformance.backend import Backend
 from attnconform.conformance.cases.structure import CandidateStructure, Case, Dtype, Structure, build_problem
 from attnconform.conformance.cases.values import Values
-from attnconform.conformance.judge.lifecycle import Session, off
-from attnconform.conformance.judge.trial import Trial
+from attnconform.conformance.judge.lifecycle import Session, observed_again, off, other_problems, stored, write_over
+from attnconform.conformance.judge.trial import Observed, Trial
+from attnconform.conformance.lifecycle import offers_steps
 from attnconform.reference import philox
 from attnconform.reference.page_pool import Handle, PageCopy, PagePool
 from attnconform.reference.rules import Causal
@@ -26,6 +29,22 @@ NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 2, 1, 16
 MAX_APPENDED = 6
 TOKEN_STREAM, QUERY_STREAM, CHOICE_STREAM = range(111, 114)
 PICKS = st.integers(0, 2**16)  # which of the live requests, or of the pages, modulo how many there are
+
+
+@dataclass
+class InUse:
+    """The plan in use, if the backend makes any, and the tensors of its last run."""
+
+    handle: Any
+    first: Trial  # the problem that the plan was first made for, and so its capacity
+    seen: Observed
+    launch: Any  # captured on these tensors; None where the backend captures none that outlives its problem
+
+    def replay(self, session: Session) -> Observed:
+        """The captured launch, or a call without one, on the very tensors as they are now."""
+        if self.launch is None:
+            return session.run_on(session.trial, self.handle, self.seen)
+        return observed_again(self.seen, session.trial.call(self.launch.replay), session.trial.backend)
 
 
 class Life(RuleBasedStateMachine):
@@ -42,7 +61,7 @@ class Life(RuleBasedStateMachine):
         # small integers, which every dtype holds
         self.k, self.v = (np.zeros((NUM_PAGES * PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM)) for _ in range(2))
         self.drawn = 0
-        self.planned: tuple[Any, Trial] | None = None  # the plan in use, and the problem that it was first made for
+        self.used: InUse | None = None
 
     # -- what happens to requests ----------------------------------------------------------------------------------
 
@@ -97,14 +116,29 @@ class Life(RuleBasedStateMachine):
         """Plans again for the requests as they are, in the plan in use where it has room, and runs."""
         trial = self.trial(lists=lists, seed=seed)
         session = Session(trial)
-        if self.planned is not None and fits(trial, self.planned[1]):
-            handle, first = session.plan_again(self.planned[0], trial), self.planned[1]
+        if self.used is not None and fits(trial, self.used.first):
+            handle, first = session.plan_again(self.used.handle, trial), self.used.first
         else:
             handle, first = session.plan(trial), trial
-        self.planned = (handle, first)
         for _ in range(2):  # the second run finds the workspace that the first one left
-            wrong = off(trial, session.run(trial, handle))
-            assert wrong is None, f"lengths {trial.case.structure.seqlens_kv}: {wrong}"
+            seen = session.run(trial, handle)
+            self.expect_right(trial, seen)
+        handle, launch = captured(session, handle, seen)
+        self.used = InUse(handle, first, seen, launch)
+
+    @precondition(lambda self: self.used is not None and len(self.live) == self.used.first.problem.batch_size)
+    @rule(seed=PICKS)
+    def replay(self, seed: int) -> None:
+        """The requests as they are by now, written over the tensors of the last run, and its launch once more."""
+        used = self.used
+        assert used is not None
+        trial = self.trial(lists=used.first.problem.candidates is not None, seed=seed)
+        if not fits(trial, used.first):
+            return
+        session = Session(trial)
+        used.handle = session.plan_again(used.handle, trial)
+        write_over(used.seen.tensors, stored(trial, trial.values, trial.owned))
+        self.expect_right(trial, used.replay(session))
 
     @invariant()
     def every_page_is_read_as_often_as_it_is_named(self) -> None:
@@ -116,6 +150,10 @@ class Life(RuleBasedStateMachine):
         self.backend.close()
 
     # -- what the rules share --------------------------------------------------------------------------------------
+
+    def expect_right(self, trial: Trial, observed: Observed) -> None:
+        wrong = off(trial, observed)
+        assert wrong is None, f"lengths {trial.case.structure.seqlens_kv}: {wrong}"
 
     def picked(self, pick: int) -> Handle:
         return self.live[pick % len(self.live)]
@@ -169,6 +207,23 @@ class Life(RuleBasedStateMachine):
         q = philox.integers(seed, QUERY_STREAM, trial.values.q.shape, low=-2, high=3).astype(np.float64)
         trial.values = Values(q, self.k.copy(), self.v.copy(), trial.values.dout, trial.values.dlse)
         return trial
+
+
+def captured(session: Session, handle: Any, seen: Observed) -> tuple[Any, Any]:
+    """The handle, and a launch to be replayed after it is planned again; None where the backend or device has none.
+
+    It is captured while the plan is one of shorter requests, which a replay must not go on to have.
+    """
+    trial, backend = session.trial, session.trial.backend
+    if not offers_steps(backend, "plan", "run", "replan", "capture"):
+        return handle, None
+    short = other_problems(trial).get("half the keys", trial)
+    handle = session.plan_again(handle, short)
+    try:
+        launch = backend.capture(handle, seen.tensors)
+    except NotImplementedError:
+        launch = None
+    return session.plan_again(handle, trial), launch
 
 
 def drawn_lists(lengths: tuple[int, ...], seed: int) -> tuple[tuple[int, ...], ...]:

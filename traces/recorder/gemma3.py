@@ -89,8 +89,14 @@ class Gemma3:
         self.keys[layer, :, start:stop], self.values[layer, :, start:stop] = k, v
         k, v = self.keys[layer, :, :stop], self.values[layer, :, :stop]
         observe(layer, q, k)
-        out = attend(q, k, v, start, window)
+        out = self._attend(layer, q, k, v, start, window)
         return functional.linear(out.transpose(0, 1).flatten(1), self.weights[f"{name}.attn_output.weight"])
+
+    def _attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, window: int | None
+    ) -> torch.Tensor:
+        """Attention of the rows from `start` on over all keys so far; a subclass may have another's."""
+        return attend(q, k, v, start, window)
 
     def _feed_forward(self, x: torch.Tensor, layer: int) -> torch.Tensor:
         name = f"blk.{layer}"

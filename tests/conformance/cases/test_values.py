@@ -92,6 +92,11 @@ FROZEN: dict[tuple[ValueKind, str], str] = {
     ("v_mean", "float16"): "876e032a875f33fb",
     ("integers", "float32"): "59ad111739c42ea1",
     ("code_edges", "float16"): "5be2ed08cbe85f22",
+    ("near_ties", "bfloat16"): "964bb13031a27aa0",
+    ("last_visible", "float32"): "46b5745e9665708a",
+    ("last_visible", "bfloat16"): "f786cad1ec151974",
+    ("first_hidden", "float32"): "a1ff0cf131de8b2a",
+    ("summed_out", "float16"): "fdc4fc0764549128",
 }
 
 
