@@ -5,7 +5,8 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from attnconform.conformance.selection import select_cases
 Progress = Callable[[CaseResult, int, int], None]  # result, cases done, cases in all
 MAX_WORKER_RESTARTS = 10_000
 MAX_BARREN = 3  # times the number of workers
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 PATIENCE = 10.0  # seconds that a worker, whose pipe has closed, has to end
 FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>\S+)')
 
@@ -232,5 +234,23 @@ def run_pytest(options: RunOptions, record: Record, scratch: str) -> None:
         f"--attn-hang-dir={scratch}",
         *([f"--attn-expectations={options.expectations.resolve()}"] if options.expectations else []),
     ]
-    if pytest.main(arguments, plugins=[record, Quiet()]) == pytest.ExitCode.INTERRUPTED:
+    with threads_shared_out(options.workers):
+        ended = pytest.main(arguments, plugins=[record, Quiet()])
+    if ended == pytest.ExitCode.INTERRUPTED:
         raise KeyboardInterrupt  # what is recorded stays, without a footer: the run can be resumed
+
+
+@contextmanager
+def threads_shared_out(workers: int) -> Iterator[None]:
+    """Workers that start meanwhile have a share of the cores each, for torch and for BLAS, unless the user says so.
+
+    More threads than cores wait for one another: small cases take several times as long.
+    """
+    share = str(max((os.cpu_count() or 1) // workers, 1))
+    unset = [name for name in THREAD_VARIABLES if name not in os.environ]
+    os.environ.update(dict.fromkeys(unset, share))
+    try:
+        yield
+    finally:
+        for name in unset:
+            os.environ.pop(name, None)

@@ -27,7 +27,7 @@ from attnconform.conformance.judge.trial import (
     as_float64,
     with_values,
 )
-from attnconform.conformance.judge.values import compare_forward
+from attnconform.conformance.judge.values import Comparison, compare_forward, worst_row_is_empty
 from attnconform.conformance.judge.variations import with_half_the_keys, with_ids_mirrored
 from attnconform.conformance.judge.verdict import Finding, State
 from attnconform.conformance.lifecycle import offers_steps
@@ -108,14 +108,17 @@ def observed_again(seen: Observed, forward: Forward, backend: Backend) -> Observ
     )
 
 
-def off(trial: Trial, observed: Observed, values: Any = None) -> str | None:
-    """The worst element past its bound, in words; None where the answer is right."""
+def past_bound(trial: Trial, observed: Observed, values: Any = None) -> Comparison | None:
+    """The first output with an element past its bound; None where the answer is right."""
     given = values or trial.values
     oracle = trial.oracle if values is None else trial.oracle_of(values)
-    for comparison in compare_forward(trial, given, observed, oracle):
-        if comparison.worst_ratio > 1:
-            return comparison.message(comparison.worst)
-    return None
+    return next((c for c in compare_forward(trial, given, observed, oracle) if c.worst_ratio > 1), None)
+
+
+def off(trial: Trial, observed: Observed, values: Any = None) -> str | None:
+    """The worst element past its bound, in words; None where the answer is right."""
+    comparison = past_bound(trial, observed, values)
+    return None if comparison is None else comparison.message(comparison.worst)
 
 
 def off_or_other_bits(trial: Trial, observed: Observed, first: Observed) -> str | None:
@@ -158,13 +161,23 @@ def check_planning_again(trial: Trial) -> list[Finding]:
     found = stale("PLAN-REPLAN", "planned and run", off(trial, first))
     for what, other in other_problems(trial).items():
         handle = session.plan_again(handle, other)
-        found += stale("PLAN-REPLAN", f"planned for {what}", off(other, session.run(other, handle)))
+        found += of_another_problem(other, session.run(other, handle), what)
     handle = session.plan_again(handle, trial)
     return found + stale(
         "PLAN-REPLAN",
         "planned for the first problem again",
         off_or_other_bits(trial, session.run(trial, handle), first),
     )
+
+
+def of_another_problem(other: Trial, observed: Observed, what: str) -> list[Finding]:
+    """A finding about a plan made again; a row that sees no key any more may be wrong for that alone. [EMPTY-OUT]"""
+    wrong = past_bound(other, observed)
+    if wrong is None:
+        return []
+    clauses = ("EMPTY-OUT", "PLAN-REPLAN") if worst_row_is_empty(other, wrong) else ("PLAN-REPLAN",)
+    message = f"planned for {what}: {wrong.message(wrong.worst)}"
+    return [Finding(state="FAIL_value", clauses=clauses, message=message)]
 
 
 @checks("PLAN-WORKSPACE")

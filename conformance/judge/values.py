@@ -50,11 +50,6 @@ class Comparison:
     def probable_ratio(self) -> float:
         return float(self.ratio(self.probable).max(initial=0.0))
 
-    @property
-    def worst_row_is_empty(self) -> bool:
-        """Whether the worst element lies where no key is seen."""
-        return bool(self.want.size) and bool(np.isneginf(self.want.flat[int(self.ratio(self.worst).argmax())]))
-
     def message(self, bound: FloatArray) -> str:
         """The worst element: where, got, want, bound."""
         ratio = self.ratio(bound)
@@ -119,7 +114,7 @@ def judge_comparisons(
             usage[name] = max(usage.get(name, 0.0), min(ratio, sys.float_info.max))
         trial.void += comparison.num_void
         clauses = value_clauses(trial, name)
-        if comparison.worst_row_is_empty:
+        if worst_row_is_empty(trial, comparison):
             clauses = tuple(sorted(clauses, key=lambda clause: not clause.startswith("EMPTY")))
         if comparison.num_void == comparison.want.size > 0:
             message = f"{name}: the declared arithmetic bounds none of its {comparison.want.size} elements"
@@ -136,6 +131,15 @@ def judge_comparisons(
             )
             findings.append(Finding(state=kind, clauses=("BOUND-PROBABILISTIC", *clauses), message=text))
     return findings
+
+
+def worst_row_is_empty(trial: Trial, comparison: Comparison) -> bool:
+    """Whether the worst element is of a row and head that see no key; dk and dv have slots instead."""
+    counts = trial.edges.counts()
+    if comparison.name not in ("out", "lse", "dq") or not comparison.want.size:
+        return False
+    row, head = np.unravel_index(int(comparison.ratio(comparison.worst).argmax()), comparison.want.shape)[:2]
+    return bool(counts[row, head] == 0)
 
 
 def exceeds_under_other_seeds(trial: Trial, name: str) -> int:

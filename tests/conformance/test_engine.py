@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from attnconform.conformance.engine import threads_shared_out
 from attnconform.conformance.results import encode_line, read_run
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -184,3 +185,13 @@ def test_bad_input_ends_in_one_line_and_exit_code_2(miniatures, arguments, messa
     assert len(done.stderr.strip().splitlines()) == 1
     assert "Traceback" not in done.stderr
     assert not (miniatures / "attnconform-results").exists()
+
+
+def test_workers_share_the_cores_unless_the_user_says_otherwise(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "3")
+    for workers, share in ((1, "8"), (3, "2"), (16, "1")):
+        with threads_shared_out(workers):
+            assert (os.environ["OMP_NUM_THREADS"], os.environ["OPENBLAS_NUM_THREADS"]) == (share, "3")
+        assert "OMP_NUM_THREADS" not in os.environ
