@@ -4,7 +4,7 @@ Attention reads scattered slots directly at one bandwidth; a copy costs a scatte
 read contiguously at another. `break_even_reads` says from how many readings on the copy is faster; once it never is.
 A copy may serve another reading only where candidates, their order, the storage dtype and what is done to positions
 are the same, and the cache was not written since: that is its reuse key. Positions in rules stay the logical ones; only
-the place of a key changes. [COST-GATHER, COORD-LOGICAL, FALLBACK-SAME]
+the place of a key changes. [COST-GATHER, COORD-LOGICAL, FALLBACK-REASON]
 """
 
 from __future__ import annotations
