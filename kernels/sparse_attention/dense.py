@@ -1,4 +1,4 @@
-"""The dense path: the same answer as the sparse one, by torch operations over every committed key. [SAFE-PATH, FALLBACK-REASON]
+"""The dense path: the sparse one's answer, by torch operations over every committed key. [SAFE-PATH, FALLBACK-REASON]
 
 It starts from the same logical cache: keys by position through the page table, never scratch buffers, a sorted table or
 a padded head_dim. What a row may not see is taken out before the maximum, and slots of other requests are not looked
