@@ -37,7 +37,8 @@ def test_steps_follow_one_another_component_by_component(
     for i, x in enumerate(out):
         for step in steps:
             x = stepped(step, x, qo_head) if not isinstance(step, Cast) else cast(x, step.dtype)
-        np.testing.assert_allclose(got[i], x, rtol=1e-15, atol=0)
+        # exp of a rounded argument errs by |x| roundings, and x is up to 20 before each of a few steps
+        np.testing.assert_allclose(got[i], x, rtol=1e-13, atol=0)
 
 
 def cast(x: float, dtype: str) -> float:
