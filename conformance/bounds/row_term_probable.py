@@ -19,8 +19,8 @@ from attnconform.conformance.bounds.softmax import Softmax
 
 
 @dataclass(frozen=True)
-class ProbableRowTerm:
-    """Terms of one block: (rows, keys) or (rows, 1)."""
+class ProbableTerm:
+    """A probable error within one block's backward, and what it is made from."""
 
     forward: ProbableForward
     worst: WorstBackward
@@ -36,6 +36,11 @@ class ProbableRowTerm:
     @property
     def grads(self) -> Gradients:
         return self.worst.grads
+
+
+@dataclass(frozen=True)
+class ProbableRowTerm(ProbableTerm):
+    """Terms of D: (rows, keys) or (rows, 1)."""
 
     @cached_property
     def variance(self) -> Array:

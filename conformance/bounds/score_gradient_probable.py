@@ -9,19 +9,15 @@ from itertools import product
 
 import numpy as np
 
-from attnconform.conformance.bounds.backward_worst import WorstBackward
 from attnconform.conformance.bounds.block import Array, Mask
 from attnconform.conformance.bounds.correlation import compute_row_similarity, compute_typical_partial, relative_cells
 from attnconform.conformance.bounds.forward_probable import (
     LAMBDA,
     ROUNDED_CONSTANTS,
     SIZED_ROUNDINGS,
-    ProbableForward,
     compute_growth,
 )
 from attnconform.conformance.bounds.forward_worst import LARGEST_EXPONENT
-from attnconform.conformance.bounds.gradients import Gradients
-from attnconform.conformance.bounds.numerics import Numerics
 from attnconform.conformance.bounds.over_keys import OverKeys
 from attnconform.conformance.bounds.rounding import (
     accumulation_drift,
@@ -31,28 +27,12 @@ from attnconform.conformance.bounds.rounding import (
     lse_rounding,
     storage_error,
 )
-from attnconform.conformance.bounds.row_term_probable import ProbableRowTerm
-from attnconform.conformance.bounds.softmax import Softmax
+from attnconform.conformance.bounds.row_term_probable import ProbableRowTerm, ProbableTerm
 
 
 @dataclass(frozen=True)
-class ProbableScoreGradient:
-    """Terms of one block: (rows, keys) or (rows, 1)."""
-
-    forward: ProbableForward
-    worst: WorstBackward
-
-    @property
-    def softmax(self) -> Softmax:
-        return self.forward.softmax
-
-    @property
-    def numerics(self) -> Numerics:
-        return self.forward.numerics
-
-    @property
-    def grads(self) -> Gradients:
-        return self.worst.grads
+class ProbableScoreGradient(ProbableTerm):
+    """Terms of dS: (rows, keys) or (rows, 1)."""
 
     @cached_property
     def row_term(self) -> ProbableRowTerm:

@@ -5,7 +5,6 @@ that moves no number far enough counts where a check of its clause catches it ou
 an input that changed, a multiplicity that is another. The ratios of L1 are stored beside the cases.
 """
 
-import gc
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -192,22 +191,11 @@ def caught_outright(case: Case, deviation: Deviation) -> Detection | None:
     backend = deviation.build()
     if undeclared(case, backend) is not None:
         return None
-    with old_objects_aside():
-        findings = run_checks(trial_of(case, backend), checks_of(case.operation, deviation.clause))
+    findings = run_checks(trial_of(case, backend), checks_of(case.operation, deviation.clause))
     for finding in findings:
         if finding.state not in CONFORMING | NOT_RUN | {"UNRESOLVED", "HARNESS_ERROR"}:
             return Detection(deviation=deviation.id, ratio=0.0, kind=finding.check.removeprefix("check_"))
     return None
-
-
-@contextmanager
-def old_objects_aside() -> Iterator[None]:
-    """A check that collects garbage many times looks at what its own calls made, and not at all of the process."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 @contextmanager

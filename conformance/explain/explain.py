@@ -1,9 +1,7 @@
 """Why does a backend fail a case? Shrink it, walk the stages, and name the clause whose breach gives these numbers."""
 
-import gc
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -59,24 +57,7 @@ def explain(
     cases: Sequence[Case] | None = None,  # that tell deviations apart; those of the matrix by default
 ) -> Explanation:
     """The whole explanation of a case that a backend fails; `make` gives a fresh backend at every call."""
-    with only_new_garbage():
-        return explain_failure(case, make, result, deviations, matrix("L1") if cases is None else cases)
-
-
-@contextmanager
-def only_new_garbage() -> Iterator[None]:
-    """Collections of garbage, which the check of memory asks for again and again, look at what is new alone."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-def explain_failure(
-    case: Case, make: Make, result: CaseResult, deviations: Iterable[Deviation] | None, cases: Sequence[Case]
-) -> Explanation:
-    """Shrinks, ranks, tells apart, and walks the stages."""
+    cases = matrix("L1") if cases is None else cases
     small = minimal_case(case, make, result)
     check = result.findings[0].check
     with np.errstate(all="ignore"):  # deviations overflow and divide by 0 on purpose

@@ -19,6 +19,7 @@ DROPOUT-COUNTER, DROPOUT-NUMERATOR]
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,70 +104,50 @@ def launch_run(
     lse: Tensor,
 ) -> None:
     """Every launch of a run whose tensors are checked."""
-    k_cache, v_cache = code_bits(k_cache, plan.k_quant), code_bits(v_cache, plan.v_quant)
+    k_bits, v_bits = code_bits(k_cache, plan.k_quant), code_bits(v_cache, plan.v_quant)
+    tensors = RunTensors(q, k_bits, v_bits, k_scale, v_scale, out, lse)
     with torch.cuda.device(plan.device) if plan.device.type == "cuda" else nullcontext():
         if plan.union is not None:
-            launch_union(plan, plan.union, q, k_cache, v_cache, k_scale, v_scale, out, lse)
+            launch_union(plan, plan.union, tensors)
             return
         for launch in plan.launches:
-            launch_attend(plan, launch, q, k_cache, v_cache, k_scale, v_scale, out, lse)
+            launch_attend(plan, launch, tensors)
             if launch.merges.shape[0] and launch.tickets is None:
                 launch_merge(plan, launch, out, lse)
 
 
-def launch_attend(
-    plan: Plan,
-    launch: Launch,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
+class RunTensors(NamedTuple):
+    """What the attention kernels are given beside their plan, in their order; codes as bits."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    out: Tensor
+    lse: Tensor
+
+    def strides(self, plan: Plan) -> tuple[tuple[int | None, ...] | None, ...]:
+        """Strides of each, in the kernels' order of axes."""
+        caches = cache_strides(plan, self.k_cache), cache_strides(plan, self.v_cache)
+        scales = scale_strides(self.k_scale), scale_strides(self.v_scale)
+        return (self.q.stride(), *caches, *scales, self.out.stride(), self.lse.stride())
+
+
+def launch_attend(plan: Plan, launch: Launch, tensors: RunTensors) -> None:
     """One program per task."""
     if "attend" not in launch.prepared:
         grid = (launch.tasks.shape[0], 1, 1)
         launch.prepared["attend"] = PreparedLaunch(attend_kernel, grid, *attend_arguments(plan, launch))
-    tensors = (q, k_cache, v_cache, k_scale, v_scale, out, lse)
-    launch.prepared["attend"](tensors, _strides(plan, *tensors))
+    launch.prepared["attend"](tensors, tensors.strides(plan))
 
 
-def launch_union(
-    plan: Plan,
-    union: UnionLists,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
+def launch_union(plan: Plan, union: UnionLists, tensors: RunTensors) -> None:
     """One program per union tile and its heads; nothing is cut, so nothing is merged."""
     if "attend" not in union.prepared:
         grid = (union.tasks.shape[0], 1, 1)
         union.prepared["attend"] = PreparedLaunch(attend_union_kernel, grid, *union_arguments(plan, union))
-    tensors = (q, k_cache, v_cache, k_scale, v_scale, out, lse)
-    union.prepared["attend"](tensors, _strides(plan, *tensors))
-
-
-def _strides(
-    plan: Plan,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-) -> tuple[tuple[int | None, ...] | None, ...]:
-    """Strides of a run's tensors, in the kernels' order of axes."""
-    return (
-        q.stride(), cache_strides(plan, k_cache), cache_strides(plan, v_cache),
-        scale_strides(k_scale), scale_strides(v_scale), out.stride(), lse.stride(),
-    )  # fmt: skip
+    union.prepared["attend"](tensors, tensors.strides(plan))
 
 
 def launch_merge(plan: Plan, launch: Launch, out: Tensor, lse: Tensor) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import combinations
 
 import msgspec
+from hypothesis import Phase, find, settings
 from hypothesis import strategies as st
 
 from attnconform.conformance.cases.sample_rules import DECAY, STRIPES
@@ -256,3 +257,9 @@ def all_pairs(features: Collection[str] = ALL) -> set[frozenset[str]]:
 def pairs_of(structure: Structure) -> set[frozenset[str]]:
     """Every two features that a structure has."""
     return {frozenset(pair) for pair in combinations(sorted(features_of(structure)), 2)}
+
+
+def case_with(pair: frozenset[str], drawn: st.SearchStrategy[Case]) -> Case:
+    """A drawn case that has both features."""
+    drawn_only = settings(max_examples=5000, phases=[Phase.generate], database=None, derandomize=True)
+    return find(drawn, lambda case: pair in pairs_of(case.structure), settings=drawn_only)

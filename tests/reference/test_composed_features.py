@@ -1,8 +1,8 @@
 """attention() and effective_sets() against scalar loops, with every feature of the contract beside every other."""
 
 import numpy as np
-from feature_structures import SMALL, all_pairs, featured_cases, pairs_of, with_features
-from hypothesis import Phase, find, given, settings
+from feature_structures import SMALL, all_pairs, case_with, featured_cases, pairs_of, with_features
+from hypothesis import given, settings
 from plain_attention import attended, plain_attention, queries, slot_of
 
 from attnconform.conformance.cases import profiles
@@ -33,12 +33,6 @@ def assert_attention_is_plain(case: Case) -> None:
     assert_close(got.out, want.out, np.maximum(want.condition, np.abs(want.out)), "out")
 
 
-def case_with(pair: frozenset[str]) -> Case:
-    """A drawn case that has both features."""
-    drawn_only = settings(max_examples=5000, phases=[Phase.generate], database=None, derandomize=True)
-    return find(featured_cases(FEATURED), lambda case: pair in pairs_of(case.structure), settings=drawn_only)
-
-
 def test_attention_is_what_scalar_loops_over_every_edge_give() -> None:
     met: set[frozenset[str]] = set()
 
@@ -51,7 +45,7 @@ def test_attention_is_what_scalar_loops_over_every_edge_give() -> None:
     check()
     # what is drawn depends on which modules are loaded, so a few pairs may be left
     for pair in sorted(all_pairs() - met, key=sorted):
-        assert_attention_is_plain(case_with(pair))
+        assert_attention_is_plain(case_with(pair, featured_cases(FEATURED)))
 
 
 @settings(max_examples=profiles.examples(100))
