@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from attnconform.conformance.adapters.per_request import Attended, PerRequest
 from attnconform.conformance.adapters.placement import causal_places, rows_of_calls
-from attnconform.conformance.adapters.triton_interpreter import third_party_kernels
+from attnconform.conformance.adapters.third_party_interpreter import third_party_kernels
 from attnconform.conformance.adapters.triton_kernels import interpreting
 from attnconform.conformance.backend import Backward, Capabilities, Forward, OneOf, Tensors, Unavailable
 from attnconform.conformance.bounds.numerics import NUMERICS_CLASSES, Numerics

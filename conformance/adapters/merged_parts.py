@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnconform.conformance.adapters.per_request import Attended, PerRequest
 from attnconform.conformance.adapters.sdpa import additive_mask
-from attnconform.conformance.adapters.triton_interpreter import third_party_kernels
+from attnconform.conformance.adapters.third_party_interpreter import third_party_kernels
 from attnconform.conformance.adapters.triton_kernels import interpreting
 from attnconform.conformance.backend import Capabilities, OneOf
 from attnconform.conformance.bounds.numerics import Numerics

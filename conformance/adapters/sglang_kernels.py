@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attnconform.conformance.adapters.attn_gym import listed
 from attnconform.conformance.adapters.merged_parts import MergedParts
-from attnconform.conformance.adapters.triton_interpreter import third_party_kernels
+from attnconform.conformance.adapters.third_party_interpreter import third_party_kernels
 from attnconform.conformance.adapters.triton_kernels import interpreting, sink_tensor
 from attnconform.conformance.backend import Backend, Capabilities, Forward, OneOf, Tensors, Unavailable
 from attnconform.conformance.bounds.numerics import NUMERICS_CLASSES

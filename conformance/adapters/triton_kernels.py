@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from attnconform.conformance.adapters.cuda_graphs import CapturedRun
-from attnconform.conformance.adapters.interpreter import quicken
+from attnconform.conformance.adapters.quickened_interpreter import quicken
 from attnconform.conformance.adapters.triton_structures import TritonStructures
 from attnconform.conformance.backend import (
     Backend,

@@ -9,7 +9,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from attnconform.conformance.adapters.interpreter import quicken
+from attnconform.conformance.adapters.quickened_interpreter import quicken
 
 if not torch.cuda.is_available():
     quicken()

@@ -9,7 +9,7 @@ if torch.cuda.is_available():
 import triton
 import triton.language as tl
 
-from attnconform.conformance.adapters.triton_interpreter import third_party_kernels
+from attnconform.conformance.adapters.third_party_interpreter import third_party_kernels
 
 SIZE = 16
 

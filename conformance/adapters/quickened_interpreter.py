@@ -14,22 +14,20 @@ SINCE_TRITON_3_6 = ("fn",)  # parameters of the function that is replaced
 
 
 def quicken() -> bool:
-    """Lets functions within a kernel use what its launch has replaced; False for a Triton that works otherwise."""
+    """Has Triton's interpreter work so from now on; False, and nothing done, for a Triton that works otherwise."""
     from triton.runtime import interpreter
 
-    replace = getattr(interpreter, "_patch_lang", None)
-    if replace is None or tuple(inspect.signature(replace).parameters) != SINCE_TRITON_3_6:
+    replace, choose = getattr(interpreter, "_patch_lang", None), getattr(interpreter, "_get_np_dtype", None)
+    if isinstance(replace, Once):
+        return True
+    if replace is None or choose is None or tuple(inspect.signature(replace).parameters) != SINCE_TRITON_3_6:
         return False
-    if not hasattr(replace, "quickened"):
-        interpreter._patch_lang = Once(replace)
-        interpreter._get_np_dtype = Remembered(interpreter._get_np_dtype)
+    interpreter._patch_lang, interpreter._get_np_dtype = Once(replace), Remembered(choose)
     return True
 
 
 class Once:
     """Triton's replacement of built-in functions, where it is not in force already."""
-
-    quickened = True
 
     def __init__(self, replace: Callable[[Any], Any]) -> None:
         self.replace = replace

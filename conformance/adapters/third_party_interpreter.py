@@ -13,6 +13,8 @@ from unittest import mock
 
 import numpy as np
 
+from attnconform.conformance.adapters.quickened_interpreter import quicken
+
 BFLOAT16_SHIFT = 16  # a bfloat16 is the upper half of a float32
 
 
@@ -30,6 +32,7 @@ def third_party_kernels() -> Iterator[None]:
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.interpreter import InterpreterBuilder
 
+    quicken()
     widening = widen_first(InterpreterBuilder.create_dot)
     with (
         mock.patch.object(Autotuner, "_bench", return_value=[1.0]),

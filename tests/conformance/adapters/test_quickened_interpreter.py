@@ -8,7 +8,7 @@ import pytest
 
 SCRIPT = """
 import sys
-from attnconform.conformance.adapters import interpreter, triton_kernels
+from attnconform.conformance.adapters import triton_kernels
 if sys.argv[1] == "as it is":
     triton_kernels.quicken = lambda: False
 from attnconform.conformance.adapters.registry import load_backend
@@ -41,7 +41,7 @@ def test_a_triton_that_works_otherwise_is_left_alone(monkeypatch):
     pytest.importorskip("triton")
     from triton.runtime import interpreter as triton_interpreter
 
-    from attnconform.conformance.adapters.interpreter import quicken
+    from attnconform.conformance.adapters.quickened_interpreter import quicken
 
     def other(fn, builder):
         raise AssertionError
