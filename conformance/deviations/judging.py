@@ -4,7 +4,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 from msgspec.structs import replace
 
 from attnconform.conformance.backend import Backend
@@ -33,12 +32,6 @@ POLICY_CASES = 3  # cases of a deviation that policies are measured on
 VARIANT_CASES = 60  # a variant sees at least so many, where there are
 NOT_A_KILL: frozenset[State] = CONFORMING | {"UNSUPPORTED", "VACUOUS", "HARNESS_ERROR"}
 WITH_NUMBERS = ("forward", "backward")  # operations whose outputs can be laid beside the reference's
-
-
-def score(entry: Deviation | Variant, cases: Sequence[Case]) -> DeviationScore | VariantScore:
-    """The score of a deviation or a variant."""
-    with np.errstate(all="ignore"):  # mistakes overflow and divide by 0 on purpose
-        return score_deviation(entry, cases) if isinstance(entry, Deviation) else score_variant(entry, cases)
 
 
 def score_deviation(deviation: Deviation, cases: Sequence[Case]) -> DeviationScore:

@@ -13,7 +13,8 @@ from attnconform.conformance.deviations.judging import (
     is_killed,
     judge_until_killed,
     sample_of,
-    score,
+    score_deviation,
+    score_variant,
     variant_score,
 )
 from attnconform.conformance.deviations.records import DeviationScore, VariantScore
@@ -33,15 +34,15 @@ def reseed(case: Case, times: int) -> Case:
 
 def score_under_seeds(entry: Deviation | Variant, cases: Sequence[Case], seeds: int) -> DeviationScore | VariantScore:
     """The score under the cases' own seed, and what becomes of the entry under each of the others."""
-    first = score(entry, cases)
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"):  # mistakes overflow and divide by 0 on purpose
+        if isinstance(entry, Deviation):
+            first = score_deviation(entry, cases)
+            escaped = [times for times in range(1, seeds) if not is_killed_again(entry, first, cases, times)]
+            return replace(first, escaped_seeds=tuple(escaped))
+        score = score_variant(entry, cases)
         for times in range(1, seeds):
-            if isinstance(entry, Deviation) and isinstance(first, DeviationScore):
-                if not is_killed_again(entry, first, cases, times):
-                    first = replace(first, escaped_seeds=(*first.escaped_seeds, times))
-            elif isinstance(entry, Variant) and isinstance(first, VariantScore):
-                first = with_another_sample(entry, first, cases, times)
-    return first
+            score = with_another_sample(entry, score, cases, times)
+        return score
 
 
 def is_killed_again(deviation: Deviation, first: DeviationScore, cases: Sequence[Case], times: int) -> bool:
