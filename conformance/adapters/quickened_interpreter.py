@@ -1,11 +1,13 @@
 """Triton's interpreter, quicker: what it does anew at every call of a function within a kernel is done once.
 
 A call within a running kernel replaces the built-in functions of `triton.language` once more, although the kernel's own
-launch has; for small tiles that is a third of the time. And every operation makes a table of all dtypes to look one up.
+launch has; for small tiles that is a third of the time. Every operation makes a table of all dtypes to look one up. And
+every sum of integers is made in 64 bits as well, for an assertion that only a debugging builder would make.
 """
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -17,12 +19,15 @@ def quicken() -> bool:
     """Has Triton's interpreter work so from now on; False, and nothing done, for a Triton that works otherwise."""
     from triton.runtime import interpreter
 
-    replace, choose = getattr(interpreter, "_patch_lang", None), getattr(interpreter, "_get_np_dtype", None)
-    if isinstance(replace, Once):
+    patch, choose = getattr(interpreter, "_patch_lang", None), getattr(interpreter, "_get_np_dtype", None)
+    if isinstance(patch, Once):
         return True
-    if replace is None or choose is None or tuple(inspect.signature(replace).parameters) != SINCE_TRITON_3_6:
+    if patch is None or choose is None or tuple(inspect.signature(patch).parameters) != SINCE_TRITON_3_6:
         return False
-    interpreter._patch_lang, interpreter._get_np_dtype = Once(replace), Remembered(choose)
+    interpreter._patch_lang, interpreter._get_np_dtype = Once(patch), Remembered(choose)
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = replace(builder.options, sanitize_overflow=False)
     return True
 
 

@@ -13,6 +13,7 @@ from attnconform.conformance.backend import Backend, Unavailable
 BUNDLED: dict[str, str] = {
     "triton": "attnconform.conformance.adapters.triton_kernels:TritonKernels",
     "triton-atomic": "attnconform.conformance.adapters.triton_kernels:TritonAtomic",
+    "triton-device-plan": "attnconform.conformance.adapters.triton_kernels:TritonDevicePlan",
     "triton-hybrid": "attnconform.conformance.adapters.triton_hybrid:TritonHybrid",
     "sdpa": "attnconform.conformance.adapters.sdpa:Sdpa",
     "sdpa-lse": "attnconform.conformance.adapters.sdpa:SdpaFlashCpu",

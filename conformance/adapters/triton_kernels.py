@@ -1,5 +1,6 @@
 """The bundled Triton kernels, judged like anyone else's. Without a GPU they run in Triton's interpreter."""
 
+import dataclasses
 import os
 import sys
 from dataclasses import dataclass
@@ -105,6 +106,7 @@ class TritonKernels(TritonStructures, Backend):
 
     name = "triton"
     rows_per_union: ClassVar[int | None] = None  # by what the lists overlap
+    plans_on_device: ClassVar[bool] = False  # the lists of a case are on the host, and a plan is made where lists lie
     backward_mode: ClassVar[str] = "kv_centric"
 
     def __init__(self, device: str = "cpu") -> None:
@@ -141,6 +143,8 @@ class TritonKernels(TritonStructures, Backend):
     def plan_arguments(self, problem: ProblemView, dtype: torch.dtype) -> dict[str, Any]:
         spec, lists = problem.spec, problem.spec.candidates
         refuse_inexpressible(spec)
+        if not self.plans_on_device:
+            problem = dataclasses.replace(problem, device="cpu")
         return {
             "qo_indptr": problem.tensor(spec.qo_indptr),
             "seqlen_kv": problem.tensor(spec.seqlen_kv),
@@ -226,6 +230,13 @@ class TritonKernels(TritonStructures, Backend):
         import triton
 
         return {"torch": torch.__version__, "triton": triton.__version__, "numpy": np.__version__}
+
+
+class TritonDevicePlan(TritonKernels):
+    """The same kernels, planned on their device from lists that lie there."""
+
+    name = "triton-device-plan"
+    plans_on_device = True
 
 
 class TritonUnion(TritonKernels):

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from attnconform.kernels.sparse_attention.block_mask_kernels import (
@@ -190,18 +191,21 @@ def _from_intervals(rule: BlockRule, extent: Extent, num_heads: int) -> BlockMas
 
 
 def _from_elements(rule: BlockRule, extent: Extent, num_heads: int, request: int, dense: Tensor | None) -> BlockMask:
-    """Two launches: the state of every block, and the columns of every row."""
+    """Two launches: the state of every block, and the columns of every row. Small blocks share a program."""
     states = torch.empty(
         (num_heads, extent.num_q_blocks, extent.num_kv_blocks), dtype=torch.int8, device=rule.data.device
     )
     strides = None if dense is None else (*dense.stride(), extent.seqlen_q, extent.seqlen_kv)
     padded_q, padded_kv = power_of_two_from(extent.q_block_size), power_of_two_from(extent.kv_block_size)
+    tile_kv = min(padded_kv, max(1, BLOCK_ELEMENTS // padded_q))
+    columns = min(max(1, BLOCK_ELEMENTS // (padded_q * padded_kv)), power_of_two_from(extent.num_kv_blocks))
     if states.numel():
-        classify_kernel[(num_heads * extent.num_q_blocks, extent.num_kv_blocks)](
+        classify_kernel[(num_heads * extent.num_q_blocks, triton.cdiv(extent.num_kv_blocks, columns))](
             states, rule.data, rule.custom_data, dense, strides, request, *_sizes(extent),
             CODES=rule.codes,
             PADDED_Q=padded_q,
-            TILE_KV=min(padded_kv, max(1, BLOCK_ELEMENTS // padded_q)),
+            TILE_KV=tile_kv,
+            COLUMNS=columns,
             num_warps=BLOCK_WARPS,
         )  # fmt: skip
     return _collect(states, extent)

@@ -88,34 +88,46 @@ def classify_kernel(
     CODES: tl.constexpr,
     PADDED_Q: tl.constexpr,
     TILE_KV: tl.constexpr,
+    COLUMNS: tl.constexpr,  # blocks of a program; more than 1 only where a block is one tile
 ):  # fmt: skip
-    """The state of one block: what the rule's intervals say, or else its elements. [BLOCK-CONSERVATIVE]"""
+    """States of a few blocks of a row: what the rule's intervals say, or else their elements. [BLOCK-CONSERVATIVE]"""
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     num_q_blocks = tl.cdiv(seqlen_q, q_block_size)
     num_kv_blocks = tl.cdiv(seqlen_kv, kv_block_size)
     head, q_block = row // num_q_blocks, row % num_q_blocks
     first, last, full_first, full_last = column_runs(
         head, q_block, data_ptr, first_position, seqlen_q, seqlen_kv, q_block_size, kv_block_size, CODES
     )
-    state = tl.where((column >= full_first) & (column <= full_last), FULL, EMPTY)
-    if (column >= first) & (column <= last) & (state == EMPTY):
+    is_full = (column >= full_first) & (column <= full_last)
+    is_open = (column >= first) & (column <= last) & ~is_full
+    state = tl.where(is_full, FULL, EMPTY)
+    if tl.sum(is_open.to(tl.int32), axis=0) > 0:
         local = tl.arange(0, PADDED_Q)
         q_row = (q_block * q_block_size).to(tl.int32) + local
         is_row = (local < q_block_size) & (q_row < seqlen_q)
-        num_allowed, num_elements = 0, 0
+        lane = tl.arange(0, COLUMNS * TILE_KV)
+        num_allowed, num_elements = tl.zeros([COLUMNS], tl.int32), tl.zeros([COLUMNS], tl.int32)
         for start in range(0, kv_block_size, TILE_KV):
-            offset = start + tl.arange(0, TILE_KV)
-            kv_idx = column * kv_block_size + offset
+            offset = start + lane % TILE_KV
+            kv_idx = (tl.program_id(1) * COLUMNS + lane // TILE_KV) * kv_block_size + offset
             is_element = is_row[:, None] & ((offset < kv_block_size) & (kv_idx < seqlen_kv))[None, :]
             allowed = is_element & rule_allows(
                 first_position + q_row.to(tl.int64), kv_idx, q_row, head, request, data_ptr, custom_data,
                 dense_ptr, dense_strides, CODES,
             )  # fmt: skip
-            num_allowed += tl.sum(tl.sum(allowed.to(tl.int32), axis=1), axis=0)
-            num_elements += tl.sum(tl.sum(is_element.to(tl.int32), axis=1), axis=0)
-        state = tl.where(num_allowed == 0, EMPTY, tl.where(num_allowed == num_elements, FULL, PARTIAL))
-    tl.store(states_ptr + row * num_kv_blocks + column, state.to(tl.int8))
+            num_allowed += count_by_block(allowed, COLUMNS, TILE_KV)
+            num_elements += count_by_block(is_element, COLUMNS, TILE_KV)
+        counted = tl.where(num_allowed == 0, EMPTY, tl.where(num_allowed == num_elements, FULL, PARTIAL))
+        state = tl.where(is_open, counted, state)
+    tl.store(states_ptr + row * num_kv_blocks + column, state.to(tl.int8), mask=column < num_kv_blocks)
+
+
+@triton.jit
+def count_by_block(is_it, COLUMNS: tl.constexpr, TILE_KV: tl.constexpr):  # [PADDED_Q, COLUMNS * TILE_KV]
+    """How many elements of every block are marked, [COLUMNS]."""
+    by_column = tl.sum(is_it.to(tl.int32), axis=0)
+    return tl.sum(tl.reshape(by_column, [COLUMNS, TILE_KV]), axis=1)
 
 
 @triton.jit(do_not_specialize=["num_q_blocks", "num_kv_blocks"])

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import triton
@@ -46,11 +46,15 @@ from attnconform.kernels.sparse_attention.tasks import Launch, build_launches
 from attnconform.kernels.sparse_attention.tuning import NO_CHOICE, UNION_ROWS, Choice, Geometry
 from attnconform.kernels.sparse_attention.union import UnionLists, build_union
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 __all__ = ["CandidateLists", "Plan", "PlanError", "plan"]
 
 MAX_HEAD_DIMS = {"head_dim_qk": 576, "head_dim_vo": 512}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 Integers = Tensor | Sequence[int]
+R = TypeVar("R", bound="DataclassInstance")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -205,7 +209,8 @@ def plan(
     Without candidates every position below seqlen_kv is one, and window and num_sink_tokens add nothing. With them
     S = D | {kv_idx: 0 <= q_idx - kv_idx < window} | first num_sink_tokens positions. q_offset is
     seqlen_kv - seqlen_q by default. num_kv_splits, tile_kv, rows_per_union, order, choice: hints that never change the
-    answer.
+    answer. The work is done where the page table and the lists lie: on the host without waiting for the device, and on
+    the device where a long list would have to be fetched first.
     Raises PlanError, naming the value that is refused.
     """
     check_options(sm_scale, dtype, layout, window, num_sink_tokens)
@@ -226,22 +231,32 @@ def plan(
         choice=choice,
     )
     check_geometry(geometry, page_size, num_pages)
-    cache = check_cache(qo_indptr, seqlen_kv, q_offset, page_table, page_size, num_pages, owned, device)
+    where = _planning_device(page_table, candidates, device)
+    cache = check_cache(qo_indptr, seqlen_kv, q_offset, page_table, page_size, num_pages, owned, where)
     rows = _query_rows(cache, num_qo_heads)
     mask = lower_mask(mask_rule, rows)
     blocks, lists = _build_lists(candidates, cache, geometry, window, num_sink_tokens)
     listed_window = window if candidates else None
-    launches = build_launches(blocks, lists, mask, geometry, listed_window)
+    launches = build_launches(blocks, lists, mask, geometry, listed_window, device)
     if order == "slot":
         lists = _by_slot(candidates, lists, mask, geometry)
+    union = build_union(
+        candidates,
+        cache.qo_indptr,
+        cache.q_offset,
+        mask,
+        geometry,
+        has_local=bool(window) or num_sink_tokens > 0,
+        rows_per_union=rows_per_union,
+    )
     return Plan(
         **shape_fields(geometry, page_size, num_pages),
         layout=layout,
         dtype=dtype,
         device=device,
         sm_scale=float(sm_scale),
-        **_row_fields(cache, rows, mask),
-        **_list_fields(candidates, lists, listed_window),
+        **_row_fields(placed(cache, device), placed(rows, device), placed(mask, device)),
+        **_list_fields(candidates, lists and placed(lists, device), listed_window),
         **score_fields(lower_score(tuple(score_rules), num_qo_heads, device)),
         sink_logits=check_sink_logits(sink_logits, num_qo_heads, device),
         launches=launches,
@@ -249,16 +264,21 @@ def plan(
         v_quant=v_quant,
         **_dropout_fields(dropout, device),
         score_rules=tuple(score_rules),
-        union=build_union(
-            candidates,
-            cache.qo_indptr,
-            cache.q_offset,
-            mask,
-            geometry,
-            has_local=bool(window) or num_sink_tokens > 0,
-            rows_per_union=rows_per_union,
-        ),
+        union=union and placed(union, device),
     )
+
+
+def _planning_device(page_table: Tensor, candidates: CandidateLists | None, device: torch.device) -> torch.device:
+    """Where the long tables lie: the host if all of them do, else the device of the kernels."""
+    tables = (page_table, *((candidates.indptr, candidates.indices) if candidates else ()))
+    return torch.device("cpu") if all(table.device.type == "cpu" for table in tables) else device
+
+
+def placed(record: R, device: torch.device) -> R:
+    """A dataclass with its tensors on a device; those that are there already stay as they are."""
+    values = {f.name: getattr(record, f.name) for f in fields(record)}
+    moved = {name: x.to(device, non_blocking=True) for name, x in values.items() if isinstance(x, Tensor)}
+    return replace(record, **moved)
 
 
 @dataclass(frozen=True, eq=False)

@@ -89,6 +89,7 @@ def build_launches(
     mask: LoweredMask,
     geometry: Geometry,
     window: int | None,
+    device: torch.device,  # of the kernels; the tables may be made elsewhere
 ) -> tuple[Launch, ...]:
     """Work for blocks of few rows (decode) and of many (prefill) apart, so that neither pays for the other's tile."""
     largest = largest_tile_m(geometry)
@@ -99,7 +100,7 @@ def build_launches(
         if bool(chosen.any()):
             shape = choose_shape(int(blocks.q_count[chosen].max()), cap, heads, geometry, int(chosen.sum()))
             tiles = _build_tiles(blocks, chosen, lists, mask, shape, geometry, window)
-            launches.append(_cut_tasks(tiles, shape, geometry))
+            launches.append(_cut_tasks(tiles, shape, geometry, device))
     return tuple(launches)
 
 
@@ -208,7 +209,7 @@ def _before_partial_windows(full_end: Tensor, blocks: RowBlocks, block: Tensor, 
     return torch.where(blocks.q_count[block] > 1, torch.minimum(full_end, first_window), full_end)
 
 
-def _cut_tasks(tiles: Tiles, shape: TileShape, geometry: Geometry) -> Launch:
+def _cut_tasks(tiles: Tiles, shape: TileShape, geometry: Geometry, device: torch.device) -> Launch:
     """Tasks, longest first, with chunks of long tiles apart and a workspace row for each chunk."""
     num_steps = (tiles.kv_end - tiles.kv_start + shape.tile_kv - 1) // shape.tile_kv
     steps_per_task = _steps_per_task(num_steps, shape, geometry)
@@ -230,8 +231,8 @@ def _cut_tasks(tiles: Tiles, shape: TileShape, geometry: Geometry) -> Launch:
     tasks = torch.stack([columns[name] for name in TASK_FIELDS], dim=1).int()
     longest_first = torch.argsort(kv_start - kv_end, stable=True)
     return make_launch(
-        tasks[longest_first].contiguous(),
-        _merge_table(tiles, num_chunks),
+        tasks[longest_first].contiguous().to(device, non_blocking=True),
+        _merge_table(tiles, num_chunks).to(device, non_blocking=True),
         shape,
         int(is_chunk.sum()),
         geometry.head_dim_vo,
