@@ -114,7 +114,10 @@ def draw_rates(ax: Any, found: list[SweepPoint]) -> None:
             ax.plot([where], [height], "X", color=color, markersize=11, markeredgecolor="white")
     line = sorted((p for p in points if p.block_size == min(q.block_size for q in points)), key=lambda p: p.rate)
     ax.plot([p.rate for p in line], [p.dense for p in line], "--", color=DENSE, label="dense, every key")
-    ax.plot([], [], "X", color="grey", label="crossing point")
+    if any(where is not None for where in crossings.values()):
+        ax.plot([], [], "X", color="grey", label="crossing point")
+    else:
+        ax.plot([], [], " ", label=throughout(line[-1]))
     shape = points[0]
     finish(ax, f"by rate: kv {shape.seqlen_kv}, batch {shape.batch}", "candidate rate (share of the keys)")
     ax.set_xticks([p.rate for p in line], [f"{p.rate:.3g}" for p in line], minor=False)
@@ -153,13 +156,17 @@ def mark_crossing(ax: Any, xs: list[float], line: list[SweepPoint], label: str) 
     sparse, dense = [p.total for p in line], [p.dense for p in line]
     where = crossing(xs, sparse, dense)
     if where is None:
-        faster = "sparse" if sparse[-1] < dense[-1] else "dense"
-        ax.plot([], [], " ", label=f"no crossing: {faster} is faster throughout")
+        ax.plot([], [], " ", label=throughout(line[-1]))
         return
     height = math.exp(float(np.interp(math.log(where), np.log(xs), np.log(sparse))))
     unit = label.rsplit("(", 1)[-1].rstrip(")")
     told = f"crossing at {where:,.0f} {unit}"
     ax.plot([where], [height], "X", color=COLORS[3], markersize=11, markeredgecolor="white", label=told)
+
+
+def throughout(point: SweepPoint) -> str:
+    """Which of the two is faster all along a line that does not cross, from one of its points."""
+    return f"no crossing: {'sparse' if point.total < point.dense else 'dense'} is faster throughout"
 
 
 def finish(ax: Any, title: str, label: str) -> None:

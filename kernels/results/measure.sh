@@ -3,7 +3,7 @@
 # the rows beside them. Steps named after the folder choose: measure.sh OUT seed64k diagnose
 #
 # Each step is bounded: no work is begun after its limit, and what hangs is ended some time later. All steps but targets,
-# which repeats rows of the others beside each other's peers, take 9 minutes at most.
+# which repeats rows of the others beside each other's peers, take 12 minutes at most.
 set -u
 out=${1:-$(dirname "$0")}
 shift
@@ -28,11 +28,11 @@ for step in $steps; do
             --agrees-with "$out/h200-seed64k.json"
         ;;
     prefill) suite prefill 80 --peer flex ;;
-    sweep) suite sweep 75 --plot "$out/h200-sweep.png" ;;
+    sweep) suite sweep 110 --plot "$out/h200-sweep.png" ;;
     quant) suite quant 40 ;;
-    index) bench index 15 --suite index --json "$out/h200-index.json" ;;
-    backward) suite backward 50 --peer flex ;;
-    nsa) suite nsa 30 --peer fla ;;
+    index) bench index 45 --suite index --json "$out/h200-index.json" ;;
+    backward) suite backward 120 --peer flex ;;
+    nsa) suite nsa 60 --peer fla ;;
     diagnose) bench diagnose 65 --diagnose --json "$out/h200-diagnose.json" ;;
     targets) suite targets 150 --no-counters ;;
     *) echo "no step $step" >&2 && exit 2 ;;
