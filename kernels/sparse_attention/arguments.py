@@ -17,6 +17,7 @@ from attnconform.kernels.sparse_attention.tuning import (
 from attnconform.kernels.sparse_attention.union import UNION_FIELDS, UnionLists
 
 MIN_DIM = 16  # the least a tensor core takes
+SMALLEST_SCALE = 2.0**-126
 
 
 def attend_arguments(plan: Plan, launch: Launch) -> tuple[dict[str, object], dict[str, int]]:
@@ -45,6 +46,7 @@ def attend_arguments(plan: Plan, launch: Launch) -> tuple[dict[str, object], dic
         "MERGE_WIDTH": len(MERGE_FIELDS),
         **_tile_constants(plan, shape),
         "SCORE_CODES": plan.score_codes,
+        "IS_SCALED_LATE": _is_scaled_late(plan),
         "MASK_FN": plan.mask_fn,
         "HAS_LISTS": plan.list_slots is not None,
         "HAS_WINDOW": bool(plan.window),
@@ -75,6 +77,7 @@ def union_arguments(plan: Plan, union: UnionLists) -> tuple[dict[str, object], d
         "BLOCK_SIZE": union.block_size,
         **_tile_constants(plan, union.shape),
         "SCORE_CODES": plan.score_codes,
+        "IS_SCALED_LATE": _is_scaled_late(plan),
         "MASK_FN": plan.mask_fn,
         "HAS_SINK": plan.sink_logits is not None,
         "HAS_DROPOUT": plan.dropout_words is not None,
@@ -143,6 +146,14 @@ def merge_arguments(plan: Plan, launch: Launch) -> tuple[dict[str, object], dict
         "TILE_SPLITS": MERGE_LAUNCH_SPLITS,
     }
     return fixed, {"num_warps": 4}
+
+
+def _is_scaled_late(plan: Plan) -> bool:
+    """Whether the largest product of a tile gives its largest score, so that the scale waits for the maximum.
+
+    A scale that is 0 in float32 would make NaN of a masked score.
+    """
+    return plan.sm_scale >= SMALLEST_SCALE and not plan.score_codes and plan.k_quant is None
 
 
 def _is_unmasked(plan: Plan, shape: TileShape) -> bool:

@@ -41,6 +41,7 @@ def attend_kernel(
     REST_VO: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     SCORE_CODES: tl.constexpr,
+    IS_SCALED_LATE: tl.constexpr,
     MASK_FN: tl.constexpr,
     HAS_LISTS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -98,7 +99,10 @@ def attend_kernel(
     v_cache = (v_ptr + kv_head * v_strides[2], v_strides, v_scale_ptr, v_scale_strides, kv_head)
     lists = (list_slots_ptr, list_positions_ptr, list_members_ptr, window)
     mask = (mask_starts_ptr, mask_ends_ptr, mask_data_ptr)
-    score = (score_scale, score_params_ptr, score_tables_ptr, score_reaches_ptr, num_qo_heads, dropout_words_ptr)
+    score = (
+        score_scale, IS_SCALED_LATE, score_params_ptr, score_tables_ptr, score_reaches_ptr, num_qo_heads,
+        dropout_words_ptr,
+    )  # fmt: skip
     where = (mask_rows, is_rule_row, q_idx, request, heads, is_live)
     row_max = tl.full([TILE_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_M], tl.float32)

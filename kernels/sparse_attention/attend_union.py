@@ -36,6 +36,7 @@ def attend_union_kernel(
     REST_VO: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     SCORE_CODES: tl.constexpr,
+    IS_SCALED_LATE: tl.constexpr,
     MASK_FN: tl.constexpr,
     HAS_SINK: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
@@ -73,7 +74,10 @@ def attend_union_kernel(
     k_cache = (k_ptr + kv_head * k_strides[2], k_strides, k_scale_ptr, k_scale_strides, kv_head)
     v_cache = (v_ptr + kv_head * v_strides[2], v_strides, v_scale_ptr, v_scale_strides, kv_head)
     mask = (mask_starts_ptr, mask_ends_ptr, mask_data_ptr)
-    score = (score_scale, score_params_ptr, score_tables_ptr, score_reaches_ptr, num_qo_heads, dropout_words_ptr)
+    score = (
+        score_scale, IS_SCALED_LATE, score_params_ptr, score_tables_ptr, score_reaches_ptr, num_qo_heads,
+        dropout_words_ptr,
+    )  # fmt: skip
     where = (rows, lane_m // HEADS, q_idx, request, heads, is_live)
     row_max = tl.full([TILE_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_M], tl.float32)

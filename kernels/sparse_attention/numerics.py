@@ -38,3 +38,11 @@ def dot(a, b, acc):
     if IS_INTERPRETED:
         return tl.dot(widen(a), widen(b), acc, input_precision="ieee")
     return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x of float32 x from 1 on, to a unit in its last place; it does not look for the ends of a range."""
+    if IS_INTERPRETED:
+        return 1.0 / x
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)

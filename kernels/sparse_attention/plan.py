@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import triton
@@ -46,15 +46,11 @@ from attnconform.kernels.sparse_attention.tasks import Launch, build_launches
 from attnconform.kernels.sparse_attention.tuning import NO_CHOICE, UNION_ROWS, Choice, Geometry
 from attnconform.kernels.sparse_attention.union import UnionLists, build_union
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 __all__ = ["CandidateLists", "Plan", "PlanError", "plan"]
 
 MAX_HEAD_DIMS = {"head_dim_qk": 576, "head_dim_vo": 512}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 Integers = Tensor | Sequence[int]
-R = TypeVar("R", bound="DataclassInstance")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -274,7 +270,7 @@ def _planning_device(page_table: Tensor, candidates: CandidateLists | None, devi
     return torch.device("cpu") if all(table.device.type == "cpu" for table in tables) else device
 
 
-def placed(record: R, device: torch.device) -> R:
+def placed(record: Any, device: torch.device) -> Any:
     """A dataclass with its tensors on a device; those that are there already stay as they are."""
     values = {f.name: getattr(record, f.name) for f in fields(record)}
     moved = {name: x.to(device, non_blocking=True) for name, x in values.items() if isinstance(x, Tensor)}

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnconform.kernels.sparse_attention.errors import PlanError
+from attnconform.kernels.sparse_attention.numerics import reciprocal
 
 _FAR = 1 << 40  # beyond every position on either side
 
@@ -293,6 +294,8 @@ ALIBI = tl.constexpr(0)
 SOFT_CAP = tl.constexpr(1)
 RELATIVE_BIAS = tl.constexpr(2)
 
+TANH_RATE = tl.constexpr(2.8853900817779268)  # 2 / ln 2
+
 
 @dataclass(frozen=True, eq=False)
 class LoweredScore:
@@ -406,7 +409,7 @@ def apply_score_rules(
             kv_place = (kv_idx - origin).to(tl.float32)
             scores += param[:, None] * (kv_place[None, :] - q_place[:, None])
         elif CODES[rule] == SOFT_CAP:
-            scores = param[:, None] * tanh(scores * (1.0 / param)[:, None])
+            scores = cap_scores(scores, param)
         else:
             data_ptr = score_tables_ptr + tl.load(score_reaches_ptr + 2 * rule)
             scores = unit * CODES[rule](scores / unit, q_idx[:, None], kv_idx[None, :], heads[:, None], data_ptr)
@@ -435,6 +438,18 @@ def clip_distance(distance, reach_ptr):
 
 
 @triton.jit
+def cap_scores(scores, cap):  # [TILE_M, TILE_KV], [TILE_M]
+    """cap * tanh(scores / cap). [SCORE-SOFTCAP]"""
+    return cap[:, None] * base_two_tanh(scores * (1.0 / cap * TANH_RATE)[:, None])
+
+
+@triton.jit
 def tanh(x):
     """Hyperbolic tangent to about 2^-23 absolutely, which is what a soft cap's bound is made of. [SCORE-SOFTCAP]"""
-    return 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
+    return base_two_tanh(x * TANH_RATE)
+
+
+@triton.jit
+def base_two_tanh(x):
+    """(2^x - 1) / (2^x + 1)."""
+    return 1.0 - 2.0 * reciprocal(1.0 + tl.exp2(x))

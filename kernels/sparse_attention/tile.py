@@ -114,6 +114,7 @@ def attend_keys(
     """The state after some more keys, wherever they are and whoever admits them."""
     page, slot, k_start, v_start = slots
     q, q_rest = queries
+    score_scale, IS_SCALED_LATE, params_ptr, tables_ptr, reaches_ptr, num_qo_heads, dropout_words_ptr = score
     # What codes become: see `quantization`.
     CODE_DTYPE: tl.constexpr = tl.float32 if IS_FLOAT32 else tl.float16
     scores = tl.zeros([q.shape[0], TILE_KV], tl.float32)
@@ -132,24 +133,30 @@ def attend_keys(
         scores = dot(q_rest, k_odd, dot(q, k, scores))
     if K_GRANULARITY == "page" or K_GRANULARITY == "token":
         key_scales = load_key_scales(k_cache[2], k_cache[3], k_cache[4], page, slot, is_read, K_GRANULARITY)
-        scores *= key_scales[None, :] * score[0]
-    else:
-        scores *= score[0]
+        scores *= key_scales[None, :] * score_scale
+    elif not IS_SCALED_LATE:
+        scores *= score_scale
     if len(SCORE_CODES) > 0:
         scores = apply_score_rules(
-            scores, heads, is_live, q_idx, kv_idx, score[1], score[2], score[3], score[4], LOG2_E, SCORE_CODES
-        )
+            scores, heads, is_live, q_idx, kv_idx,
+            params_ptr, tables_ptr, reaches_ptr, num_qo_heads, LOG2_E, SCORE_CODES,
+        )  # fmt: skip
     if not IS_WHOLE:
         scores = tl.where(admitted, scores, float("-inf"))
 
-    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+    tile_max = tl.max(scores, axis=1)
+    if IS_SCALED_LATE:
+        # One product less an element: a factor above 0 keeps the order, and the other product joins a subtraction.
+        tile_max *= score_scale
+        scores *= score_scale
+    new_max = tl.maximum(row_max, tile_max)
     # A row that has admitted nothing yet would subtract -inf from -inf. [EMPTY-OUT]
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores - base[:, None])
     rescale = tl.exp2(row_max - base)
     row_sum = row_sum * rescale + tl.sum(weights, axis=1)
     if HAS_DROPOUT:
-        kept = is_kept(score[5], request, heads[:, None], q_idx[:, None], kv_idx[None, :])
+        kept = is_kept(dropout_words_ptr, request, heads[:, None], q_idx[:, None], kv_idx[None, :])
         weights = tl.where(kept, weights, 0.0)
     if V_FORMAT is None:
         v = load_values(v_cache, v_start, is_read, 0, PADDED_VO, HEAD_DIM_VO, IS_WHOLE)

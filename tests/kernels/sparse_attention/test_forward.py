@@ -17,6 +17,7 @@ from attention_case import (
     DEVICE,
     LARGE,
     RAGGED_RULES,
+    SCALE,
     Case,
     assert_near_oracle,
     build_plan,
@@ -79,6 +80,24 @@ def test_score_rules_apply_in_the_order_listed():
     alibi, cap = Alibi((0.5, 0.25, 0.1, 0.0)), SoftCap(1.5)
     for rules in ((alibi, cap), (cap, alibi)):
         check(Case(score_rules=rules, sharing="query_head", q_block_size=4))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"seqlen_q": (5, 1), "seqlen_kv": (37, 20)}, {"seqlen_q": (70,), "seqlen_kv": (70,)}]
+)
+def test_a_scale_below_0_is_that_of_the_negated_query(changes):
+    case = Case(mask_rule=Causal(), **changes)
+    below = run_case(case, sm_scale=-SCALE)
+    case.q.neg_()
+    for got, want in zip(below, run_case(case), strict=True):
+        torch.testing.assert_close(got, want, equal_nan=True)
+
+
+@pytest.mark.parametrize("sm_scale", [0.0, 1e-60, -1e-60])
+def test_a_scale_of_0_or_next_to_it_counts_the_keys(sm_scale):
+    """A masked score stays masked: 0 times -inf is not a number."""
+    _, lse = run_case(Case(seqlen_q=(3,), seqlen_kv=(50,), mask_rule=Causal()), sm_scale=sm_scale)
+    assert torch.equal(lse.exp().round().long(), torch.tensor([[48], [49], [50]]).expand(3, 4))
 
 
 @pytest.mark.parametrize("splits", [1, 3])
