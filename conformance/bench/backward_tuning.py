@@ -35,7 +35,16 @@ THRESHOLD = "backward r0 "
 # dQ: rows times heads, keys, warps, stages
 QUERY_SHAPES = ((128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 2), (128, 32, 4, 3), (64, 64, 4, 2), (64, 64, 8, 2))
 # dK and dV: keys, rows times heads, warps, stages
-KEY_SHAPES = ((64, 64, 4, 2), (64, 64, 8, 2), (64, 128, 8, 2), (64, 32, 4, 2), (64, 32, 4, 3), (128, 32, 8, 2))
+KEY_SHAPES = (
+    (128, 64, 8, 3),
+    (128, 64, 8, 2),
+    (64, 64, 4, 2),
+    (64, 64, 8, 2),
+    (64, 128, 8, 2),
+    (64, 32, 4, 2),
+    (64, 32, 4, 3),
+    (128, 32, 8, 2),
+)
 TINY_SHAPES = ((16, 16, 4, 1), (16, 32, 4, 1))
 ADDING, GATHERING = "adding", "gathering and reducing"
 SWEPT_SECONDS = 0.1

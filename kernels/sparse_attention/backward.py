@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnconform.kernels.sparse_attention.backward_edges import load_vectors
+from attnconform.kernels.sparse_attention.backward_edges import load_vectors, place_rows
 from attnconform.kernels.sparse_attention.backward_hints import BackwardHints, Mode
 from attnconform.kernels.sparse_attention.backward_keys import launch_key_gradients, launch_part_sums
 from attnconform.kernels.sparse_attention.backward_plan import BackwardPlan, Buffers, allocate_buffers, plan_backward
@@ -158,10 +158,15 @@ def backward_stages(
         yield Stage("round dk, dv", partial(launch_rounding, plan, cold, sums, dk, dv))
 
 
-def _compute_dsink(plan: Plan, lse: Tensor, delta: Tensor) -> Tensor | None:
+def _compute_dsink(
+    plan: Plan,
+    lse: Tensor,  # (total_q, num_qo_heads)
+    delta: Tensor,  # (num_kv_heads, total_q, group_size)
+) -> Tensor | None:
     """A sink has no value: its probability times what it takes from the other keys. [GRAD-SINK]"""
     if plan.sink_logits is None:
         return None
+    delta = delta.transpose(0, 1).reshape(lse.shape)
     return -(torch.exp(plan.sink_logits - lse) * delta).sum(0)
 
 
@@ -173,6 +178,7 @@ def prepare_rows(buffers: Buffers, out: Tensor, lse: Tensor, dout: Tensor, dlse:
             out.stride(), lse.stride(), dout.stride(), None if dlse is None else dlse.stride(),
             out.shape[0], out.shape[1],
             TILE_ROWS=TILE_ROWS,
+            GROUP=buffers.delta.shape[2],
             HEAD_DIM=out.shape[2],
             PADDED_DIM=padded_dim(out.shape[2]),
             num_warps=4,
@@ -184,6 +190,7 @@ def row_kernel(
     out_ptr, lse_ptr, dout_ptr, dlse_ptr, lse_log2_ptr, delta_ptr,
     out_strides, lse_strides, dout_strides, dlse_strides, total_q, num_qo_heads,
     TILE_ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
@@ -194,7 +201,8 @@ def row_kernel(
     is_row = row < total_q
     lse = tl.load(lse_ptr + row * lse_strides[0] + head * lse_strides[1], mask=is_row, other=0.0)
     has_key = is_row & (lse > float("-inf"))
-    tl.store(lse_log2_ptr + unit, tl.where(has_key, lse * LOG2_E, float("inf")), mask=is_row)
+    place = place_rows(row, head, total_q, GROUP)
+    tl.store(lse_log2_ptr + place, tl.where(has_key, lse * LOG2_E, float("inf")), mask=is_row)
     out_starts = row * out_strides[0] + head * out_strides[1]
     dout_starts = row * dout_strides[0] + head * dout_strides[1]
     out = load_vectors(out_ptr, out_starts, is_row, out_strides[2], HEAD_DIM, PADDED_DIM)
@@ -202,7 +210,7 @@ def row_kernel(
     delta = tl.sum(widen(out) * widen(dout), axis=1)
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + row * dlse_strides[0] + head * dlse_strides[1], mask=is_row, other=0.0)
-    tl.store(delta_ptr + unit, delta, mask=is_row)
+    tl.store(delta_ptr + place, delta, mask=is_row)
 
 
 def _check_tensors(plan: Plan, tensors: dict[str, Tensor]) -> None:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from attnconform.kernels.sparse_attention.errors import PlanError
-from attnconform.kernels.sparse_attention.numerics import LOG2_E, dot, narrow
+from attnconform.kernels.sparse_attention.numerics import LOG2_E, dot, narrow, reciprocal
 from attnconform.kernels.sparse_attention.plan import Plan
 from attnconform.kernels.sparse_attention.rules import (
     ALIBI,
@@ -19,7 +19,6 @@ from attnconform.kernels.sparse_attention.rules import (
     SOFT_CAP,
     CustomScore,
     load_biases,
-    tanh,
 )
 
 
@@ -39,12 +38,14 @@ def differentiate_edges(
     admitted,  # [TILE_M, TILE_KV], not looked at where IS_FULL
     heads, is_row,  # [TILE_M] query heads
     q_idx, kv_idx,  # [TILE_M, 1] and [TILE_M or 1, TILE_KV], only looked at where there are score rules
+    origin,  # a position near those of the rows; None where they may lie far apart
     kept,  # [TILE_M, TILE_KV], not looked at without dropout
     score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_scale, sm_scale, num_qo_heads,
     SCORE_CODES: tl.constexpr,
     SCORE_SLOPES: tl.constexpr,
     IS_FULL: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
+    IS_KEYS_FIRST: tl.constexpr = False,
 ):  # fmt: skip
     """Weights of the values, and gradients of the scores before the score rules, in the storage dtype.
 
@@ -52,14 +53,15 @@ def differentiate_edges(
     it. A dropped edge weighs no value, but still shares in the denominator. [GRAD-FORMULA, DROPOUT-BACKWARD]
     """
     weights, score_grads, slope, _ = form_edges(
-        q, k, v, dout, lse_log2, delta, admitted, heads, is_row, q_idx, kv_idx, kept,
+        q, k, v, dout, lse_log2, delta, admitted, heads, is_row, q_idx, kv_idx, origin, kept,
         score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_scale, sm_scale, num_qo_heads,
-        SCORE_CODES, SCORE_SLOPES, IS_FULL, HAS_DROPOUT,
+        SCORE_CODES, SCORE_SLOPES, IS_FULL, HAS_DROPOUT, IS_KEYS_FIRST,
     )  # fmt: skip
     score_grads = score_grads * slope
-    if len(SCORE_CODES) > 0:
-        # A user's slope may be no number in lanes without a row.
-        score_grads = tl.where(is_row[:, None], score_grads, 0.0)
+    for rule in tl.static_range(len(SCORE_CODES)):
+        if SCORE_SLOPES[rule] is not None:
+            # A user's slope may be no number in lanes without a row.
+            score_grads = tl.where(is_row[:, None], score_grads, 0.0)
     if not IS_FULL:
         # What a masked key holds may be no number.
         score_grads = tl.where(admitted, score_grads, 0.0)
@@ -68,27 +70,33 @@ def differentiate_edges(
 
 @triton.jit
 def form_edges(
-    q, k, v, dout, lse_log2, delta, admitted, heads, is_row, q_idx, kv_idx, kept,  # as in differentiate_edges
+    q, k, v, dout, lse_log2, delta, admitted, heads, is_row, q_idx, kv_idx, origin, kept,  # as in differentiate_edges
     score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_scale, sm_scale, num_qo_heads,
     SCORE_CODES: tl.constexpr,
     SCORE_SLOPES: tl.constexpr,
     IS_FULL: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
+    IS_KEYS_FIRST: tl.constexpr = False,
 ):  # fmt: skip
     """Weights of the values, gradients of the scores after the score rules, the rules' slope, and q.k; float32.
 
-    Only the weights are 0 where not admitted.
+    Only the weights are 0 where not admitted. IS_KEYS_FIRST: products are formed keys by rows and turned, so that what
+    is turned back to enter a product summed over rows is where the tensor cores left it.
     """
-    no_edges = tl.zeros([q.shape[0], k.shape[0]], tl.float32)
-    products = dot(q, tl.trans(k), no_edges)
-    value_products = dot(dout, tl.trans(v), no_edges)
+    if IS_KEYS_FIRST:
+        no_edges = tl.zeros([k.shape[0], q.shape[0]], tl.float32)
+        products = tl.trans(dot(k, tl.trans(q), no_edges))
+        value_products = tl.trans(dot(v, tl.trans(dout), no_edges))
+    else:
+        no_edges = tl.zeros([q.shape[0], k.shape[0]], tl.float32)
+        products = dot(q, tl.trans(k), no_edges)
+        value_products = dot(dout, tl.trans(v), no_edges)
     slope = 1.0
     if len(SCORE_CODES) > 0:
         scores, slope = apply_score_rules_with_slope(
-            products * sm_scale, heads, is_row, q_idx, kv_idx,
-            score_params_ptr, score_tables_ptr, score_reaches_ptr, num_qo_heads, SCORE_CODES, SCORE_SLOPES,
+            products * (sm_scale * LOG2_E), heads, is_row, q_idx, kv_idx, origin,
+            score_params_ptr, score_tables_ptr, score_reaches_ptr, num_qo_heads, LOG2_E, SCORE_CODES, SCORE_SLOPES,
         )  # fmt: skip
-        scores *= LOG2_E
     else:
         scores = products * (sm_scale * LOG2_E)
     exponents = scores - lse_log2[:, None]
@@ -104,10 +112,11 @@ def form_edges(
 
 @triton.jit
 def apply_score_rules_with_slope(
-    scores,  # [TILE_M, TILE_KV] float32, sm_scale * q.k
+    scores,  # [TILE_M, TILE_KV] float32, sm_scale * q.k, times unit
     heads, is_row,  # [TILE_M] query heads
-    q_idx, kv_idx,  # [TILE_M, 1] and [TILE_M or 1, TILE_KV]
+    q_idx, kv_idx, origin,  # as in differentiate_edges
     score_params_ptr, score_tables_ptr, score_reaches_ptr, num_qo_heads,
+    unit,  # LOG2_E where scores are to be in base 2
     CODES: tl.constexpr,
     SLOPES: tl.constexpr,
 ):  # fmt: skip
@@ -115,8 +124,8 @@ def apply_score_rules_with_slope(
     slope = 1.0
     for rule in tl.static_range(len(CODES)):
         scores, rule_slope = apply_rule_with_slope(
-            scores, rule, heads, is_row, q_idx, kv_idx,
-            score_params_ptr, score_tables_ptr, score_reaches_ptr, num_qo_heads, CODES, SLOPES,
+            scores, rule, heads, is_row, q_idx, kv_idx, origin,
+            score_params_ptr, score_tables_ptr, score_reaches_ptr, num_qo_heads, unit, CODES, SLOPES,
         )  # fmt: skip
         slope = slope * rule_slope
     return scores, slope
@@ -124,25 +133,45 @@ def apply_score_rules_with_slope(
 
 @triton.jit
 def apply_rule_with_slope(
-    scores, RULE: tl.constexpr, heads, is_row, q_idx, kv_idx,
-    score_params_ptr, score_tables_ptr, score_reaches_ptr, num_qo_heads,
+    scores, RULE: tl.constexpr, heads, is_row, q_idx, kv_idx, origin,
+    score_params_ptr, score_tables_ptr, score_reaches_ptr, num_qo_heads, unit,
     CODES: tl.constexpr,
     SLOPES: tl.constexpr,
 ):  # fmt: skip
-    """Scores after one rule, and their derivative by the scores before it."""
-    param = tl.load(score_params_ptr + RULE * num_qo_heads + heads, mask=is_row, other=1.0)[:, None]
+    """Scores after one rule, and their derivative by the scores before it, which no unit changes."""
+    params_ptr = score_params_ptr + RULE * num_qo_heads
     if CODES[RULE] == RELATIVE_BIAS:
-        distance = kv_idx - q_idx
-        return scores + load_biases(distance, heads, is_row, score_tables_ptr, score_reaches_ptr + 2 * RULE), 1.0
+        biases = load_biases(kv_idx - q_idx, heads, is_row, score_tables_ptr, score_reaches_ptr + 2 * RULE)
+        return scores + biases * unit, 1.0
     elif CODES[RULE] == ALIBI:
-        return scores + param * (kv_idx - q_idx).to(tl.float32), 1.0
+        slopes = tl.load(params_ptr + heads, mask=is_row, other=1.0)[:, None] * unit
+        if origin is None:
+            return scores + slopes * (kv_idx - q_idx).to(tl.float32), 1.0
+        else:
+            # Positions are converted one by one and not pair by pair, as the forward does it.
+            return scores + slopes * ((kv_idx - origin).to(tl.float32) - (q_idx - origin).to(tl.float32)), 1.0
     elif CODES[RULE] == SOFT_CAP:
-        ratio = scores / param
-        return param * tanh(ratio), square_sech(ratio)
+        cap = tl.load(params_ptr) * unit  # every head has the same
+        saturated, slope = tanh_with_slope(scores * (1.0 / cap))
+        return cap * saturated, slope
     else:
         data_ptr = score_tables_ptr + tl.load(score_reaches_ptr + 2 * RULE)
+        scores = scores / unit
         slope = SLOPES[RULE](scores, q_idx, kv_idx, heads[:, None], data_ptr)
-        return CODES[RULE](scores, q_idx, kv_idx, heads[:, None], data_ptr), slope
+        return CODES[RULE](scores, q_idx, kv_idx, heads[:, None], data_ptr) * unit, slope
+
+
+@triton.jit
+def tanh_with_slope(x):
+    """Hyperbolic tangent to about 2^-23 absolutely, and its derivative to about 2^-22 relatively, by one exponential.
+
+    1 - tanh^2 would cancel where tanh saturates; this form of it does not. [SCORE-SOFTCAP, GRAD-SOFTCAP]
+    """
+    decay = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
+    share = reciprocal(1.0 + decay)
+    missing = 2.0 * decay * share  # 1 - tanh |x|
+    size = 1.0 - missing
+    return tl.where(x < 0, -size, size), 2.0 * missing * share
 
 
 @triton.jit
@@ -153,18 +182,21 @@ def square_sech(x):
 
 
 @triton.jit
+def place_rows(rows, heads, total_q, GROUP: tl.constexpr):
+    """Where the states of rows and query heads are, [TILE_M] int64: a group's heads together, row after row."""
+    return ((heads // GROUP).to(tl.int64) * total_q + rows) * GROUP + heads % GROUP
+
+
+@triton.jit
 def load_row_state(
     lse_log2_ptr,
     delta_ptr,
-    rows,  # [TILE_M] global query rows
-    heads,  # [TILE_M] query heads
+    places,  # [TILE_M], as place_rows gives them
     is_row,  # [TILE_M]
-    num_qo_heads,
 ):
     """lse in base 2, delta, and whether there is any key; without one lse is +inf and exp2(s - lse) 0. [EMPTY-GRAD]"""
-    offset = rows.to(tl.int64) * num_qo_heads + heads
-    lse_log2 = tl.load(lse_log2_ptr + offset, mask=is_row, other=float("inf"))
-    delta = tl.load(delta_ptr + offset, mask=is_row, other=0.0)
+    lse_log2 = tl.load(lse_log2_ptr + places, mask=is_row, other=float("inf"))
+    delta = tl.load(delta_ptr + places, mask=is_row, other=0.0)
     return lse_log2, delta, lse_log2 < float("inf")
 
 

@@ -1,8 +1,9 @@
 """Every choice of the backward that only speed depends on: mode, tiles, warps, workspace. None of them moves an edge.
 
-A field of `BackwardHints` that is None is decided here, from the shape of the plan. Warps and stages were measured on
-one H200; the bench's suite `backward` times what stands beside them. The numbers of programs wanted are constants and
-no property of the device, since the order in which parts are summed must not depend on where they are.
+A field of `BackwardHints` that is None is decided here, from the shape of the plan, by registers and shared memory as
+compiled for sm_90; the bench's suite `backward-tuning` times what stands beside them. The numbers of programs wanted
+are constants and no property of the device, since the order in which parts are summed must not depend on where they
+are.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ REPEATABLE_MODES: tuple[Mode, ...] = ("kv_centric",)  # bit for bit, whatever th
 
 MIN_TILE = 16  # the least a tensor core takes
 SMALL_TILE_M = 32  # decode: rows times heads of a block that is a stream of keys
-MAX_TILE_KV = 64
+MAX_TILE_KV = 128
+# Loops that mask hold masks too, and with further stages would spill.
+MAX_MASKED_STAGES = 2
 NUM_TASKS_WANTED = 1024
 MIN_STEPS_PER_TASK = 16
 MAX_CHUNKS = 64
@@ -91,20 +94,38 @@ def choose_query_shape(plan: Plan, lanes: int, *, is_added: bool) -> QueryShape:
     # A float32 tile of few rows holds its queries in registers whole.
     tile_m = min(tile_m, MIN_TILE) if plan.dtype.itemsize > 2 else tile_m
     tile_m = max(MIN_TILE, min(tile_m, 1 << (lanes - 1).bit_length()))
-    is_large = tile_m > 64 or plan.dtype.itemsize > 2
+    is_large = tile_m > 64 or plan.dtype.itemsize > 2 or held > 256
     num_warps = 8 if is_large else 4 if tile_m > 32 else 2
     if is_added:
         tile_kv, num_warps = min(tile_kv, 32), max(num_warps, 4)
-    return QueryShape(tile_m, tile_kv, num_warps, 2)
+    # With two stages a tile of keys is asked for at the end of a step and waited for at the start of the next. A third
+    # fits beside 128 rows, of which a multiprocessor holds one tile.
+    return QueryShape(tile_m, tile_kv, num_warps, 3 if tile_m == 128 and plan.dtype.itemsize <= 2 else 2)
 
 
-def choose_key_shape(plan: Plan, run: int, is_packed: bool = False) -> KeyShape:
-    """Slots as wide as `run` neighbouring ones are selected together, and as registers allow."""
+def choose_key_shape(plan: Plan, run: int) -> KeyShape:
+    """Slots as wide as `run` neighbouring ones, the mean, are selected together, and as registers allow.
+
+    128 slots halve what is read of q and dout, which every tile of slots reads anew. As compiled for sm_90 by Triton
+    3.6 the loop of full pairs over 128 slots has 473 instructions, 1 of them a spill; over 64 slots and 64 rows 581 and
+    17, over 64 slots and 32 rows 353 and none.
+    """
     is_small = _widest_dim(plan) <= 128 and plan.dtype.itemsize <= 2
-    tile_kv = min(run, MAX_TILE_KV)
-    tile_kv = max(MIN_TILE, tile_kv if is_small else tile_kv // 2)
-    tile_m = 16 if plan.device.type == "cpu" else 64 if is_small else 32
-    return KeyShape(tile_kv, tile_m, 8 if plan.dtype.itemsize > 2 else 4, 1 if is_packed else 2)
+    is_wide = is_small and run >= MAX_TILE_KV
+    # Sums over 1,024 lanes of 32 slots would fill more registers than there are.
+    is_vast = _widest_dim(plan) > 256
+    narrow = min(1 << (run - 1).bit_length(), 64 if is_small else MIN_TILE if is_vast else 32)
+    tile_kv = MAX_TILE_KV if is_wide else max(MIN_TILE, narrow)
+    tile_m = 16 if plan.device.type == "cpu" else 64 if is_wide else 32
+    num_warps = 8 if is_wide or is_vast or plan.dtype.itemsize > 2 else 4
+    return KeyShape(tile_kv, tile_m, num_warps, 3 if is_small else 2)
+
+
+def pack_pairs(shape: KeyShape) -> KeyShape:
+    """The shape where a step has several pairs, whose addresses take registers: 128 slots would spill 400 bytes."""
+    if shape.tile_kv == MAX_TILE_KV:
+        shape = KeyShape(MAX_TILE_KV // 2, min(shape.tile_m, 32), 4, shape.num_stages)
+    return shape._replace(num_stages=shape.num_stages - 1)
 
 
 def _widest_dim(plan: Plan) -> int:

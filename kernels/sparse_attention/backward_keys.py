@@ -18,9 +18,10 @@ from attnconform.kernels.sparse_attention.backward_edges import (
     differentiate_edges,
     load_row_state,
     load_vectors,
+    place_rows,
     score_slopes,
 )
-from attnconform.kernels.sparse_attention.backward_hints import PARTS_AT_ONCE
+from attnconform.kernels.sparse_attention.backward_hints import MAX_MASKED_STAGES, PARTS_AT_ONCE
 from attnconform.kernels.sparse_attention.backward_query import RowInputs, cache_strides, padded_dim
 from attnconform.kernels.sparse_attention.backward_transpose import PAIR_FIELDS, TransposedPlan
 from attnconform.kernels.sparse_attention.dropout import is_kept
@@ -30,7 +31,7 @@ from attnconform.kernels.sparse_attention.rules import interval_rows, is_in_inte
 
 Q_START = tl.constexpr(PAIR_FIELDS.index("q_start"))
 Q_COUNT = tl.constexpr(PAIR_FIELDS.index("q_count"))
-HEAD_START = tl.constexpr(PAIR_FIELDS.index("head_start"))
+HEAD_TILE = tl.constexpr(PAIR_FIELDS.index("head_tile"))
 CELL = tl.constexpr(PAIR_FIELDS.index("cell"))
 PAIR_WIDTH = tl.constexpr(len(PAIR_FIELDS))
 
@@ -54,10 +55,11 @@ def launch_key_gradients(
         tiles.tile_slot, tiles.tile_kv_head, transposed.pairs, tiles.codes, tiles.is_touched,
         plan.row_requests, plan.row_positions, plan.mask_starts, plan.mask_ends, plan.mask_data,
         plan.score_params, plan.score_tables, plan.score_reaches, plan.dropout_words, plan.dropout_scale,
-        plan.sm_scale, plan.window or 0, plan.total_q, plan.num_qo_heads, plan.group_size,
+        plan.sm_scale, plan.window or 0, plan.total_q, plan.num_qo_heads,
         TILE_M=shape.tile_m,
         TILE_KV=shape.tile_kv,
         HEADS=pair_shape.heads,
+        GROUP=plan.group_size,
         ROWS_PER_PAIR=pair_shape.rows_per_pair,
         IS_PACKED=pair_shape.is_packed,
         HEAD_DIM_QK=plan.head_dim_qk,
@@ -71,6 +73,7 @@ def launch_key_gradients(
         HAS_WINDOW=bool(plan.window) and plan.list_indptr is not None,
         HAS_HEAD_MASK=plan.has_head_mask,
         HAS_DROPOUT=plan.dropout_words is not None,
+        MASKED_STAGES=min(shape.num_stages, MAX_MASKED_STAGES),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )  # fmt: skip
@@ -102,10 +105,11 @@ def key_gradient_kernel(
     tile_slot_ptr, tile_kv_head_ptr, pairs_ptr, codes_ptr, is_touched_ptr,
     row_requests_ptr, row_positions_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr,
     score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_words_ptr, dropout_scale,
-    sm_scale, window, total_q, num_qo_heads, group_size,
+    sm_scale, window, total_q, num_qo_heads,
     TILE_M: tl.constexpr,
     TILE_KV: tl.constexpr,
     HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     ROWS_PER_PAIR: tl.constexpr,
     IS_PACKED: tl.constexpr,
     HEAD_DIM_QK: tl.constexpr,
@@ -119,6 +123,7 @@ def key_gradient_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_HEAD_MASK: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
+    MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one item's slot tile; written, or left as its part of the sum where its tile was cut."""
     item = tl.program_id(0).to(tl.int64)
@@ -142,26 +147,35 @@ def key_gradient_kernel(
     dv = tl.zeros([TILE_KV, PADDED_VO], tl.float32)
 
     # Pairs that need a mask, then pairs whose rows all admit all keys of the tile.
-    for step in range(0, count_steps(full_begin - begin, TILE_M, ROWS_PER_PAIR, IS_PACKED)):
+    num_masked = count_steps(full_begin - begin, TILE_M, ROWS_PER_PAIR, IS_PACKED)
+    pair = load_pair(pairs_ptr, 0, begin, full_begin, TILE_M, ROWS_PER_PAIR, IS_PACKED)
+    for step in tl.range(0, num_masked, num_stages=MASKED_STAGES):
+        # A pair is loaded a step ahead: what it says is an address that would be waited for.
+        next_pair = load_pair(pairs_ptr, step + 1, begin, full_begin, TILE_M, ROWS_PER_PAIR, IS_PACKED)
         dk, dv = add_reader_rows(
-            dk, dv, k, v, step, begin, full_begin, head_program * group_size,
-            q_ptr, dout_ptr, lse_log2_ptr, delta_ptr, q_strides, dout_strides, pairs_ptr, codes_ptr,
+            dk, dv, k, v, pair, step, begin, full_begin, head_program,
+            q_ptr, dout_ptr, lse_log2_ptr, delta_ptr, q_strides, dout_strides, codes_ptr,
             row_requests_ptr, row_positions_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr,
             score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_words_ptr, dropout_scale,
             sm_scale, window, total_q, num_qo_heads,
-            False, TILE_M, TILE_KV, HEADS, ROWS_PER_PAIR, IS_PACKED, HEAD_DIM_QK, HEAD_DIM_VO, PADDED_QK, PADDED_VO,
-            SCORE_CODES, SCORE_SLOPES, MASK_FN, HAS_WINDOW, HAS_HEAD_MASK, HAS_DROPOUT,
+            False, TILE_M, TILE_KV, HEADS, GROUP, ROWS_PER_PAIR, IS_PACKED, HEAD_DIM_QK, HEAD_DIM_VO,
+            PADDED_QK, PADDED_VO, SCORE_CODES, SCORE_SLOPES, MASK_FN, HAS_WINDOW, HAS_HEAD_MASK, HAS_DROPOUT,
         )  # fmt: skip
-    for step in range(0, count_steps(end - full_begin, TILE_M, ROWS_PER_PAIR, IS_PACKED)):
+        pair = next_pair
+    num_full = count_steps(end - full_begin, TILE_M, ROWS_PER_PAIR, IS_PACKED)
+    pair = load_pair(pairs_ptr, 0, full_begin, end, TILE_M, ROWS_PER_PAIR, IS_PACKED)
+    for step in range(0, num_full):
+        next_pair = load_pair(pairs_ptr, step + 1, full_begin, end, TILE_M, ROWS_PER_PAIR, IS_PACKED)
         dk, dv = add_reader_rows(
-            dk, dv, k, v, step, full_begin, end, head_program * group_size,
-            q_ptr, dout_ptr, lse_log2_ptr, delta_ptr, q_strides, dout_strides, pairs_ptr, codes_ptr,
+            dk, dv, k, v, pair, step, full_begin, end, head_program,
+            q_ptr, dout_ptr, lse_log2_ptr, delta_ptr, q_strides, dout_strides, codes_ptr,
             row_requests_ptr, row_positions_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr,
             score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_words_ptr, dropout_scale,
             sm_scale, window, total_q, num_qo_heads,
-            True, TILE_M, TILE_KV, HEADS, ROWS_PER_PAIR, IS_PACKED, HEAD_DIM_QK, HEAD_DIM_VO, PADDED_QK, PADDED_VO,
-            SCORE_CODES, SCORE_SLOPES, MASK_FN, HAS_WINDOW, HAS_HEAD_MASK, HAS_DROPOUT,
+            True, TILE_M, TILE_KV, HEADS, GROUP, ROWS_PER_PAIR, IS_PACKED, HEAD_DIM_QK, HEAD_DIM_VO,
+            PADDED_QK, PADDED_VO, SCORE_CODES, SCORE_SLOPES, MASK_FN, HAS_WINDOW, HAS_HEAD_MASK, HAS_DROPOUT,
         )  # fmt: skip
+        pair = next_pair
 
     dk *= sm_scale
     # Read once more, another way: held through the loops they would cost registers there, and spills.
@@ -181,7 +195,8 @@ def key_gradient_kernel(
 
 @triton.jit
 def count_steps(num_pairs, TILE_M: tl.constexpr, ROWS_PER_PAIR: tl.constexpr, IS_PACKED: tl.constexpr):
-    """Steps of TILE_M rows that some pairs take."""
+    """Steps of TILE_M rows that some pairs take, int32."""
+    num_pairs = num_pairs.to(tl.int32)
     if IS_PACKED:
         return tl.cdiv(num_pairs * ROWS_PER_PAIR, TILE_M)
     else:
@@ -189,11 +204,33 @@ def count_steps(num_pairs, TILE_M: tl.constexpr, ROWS_PER_PAIR: tl.constexpr, IS
 
 
 @triton.jit
+def load_pair(
+    pairs_ptr, step, begin, end,
+    TILE_M: tl.constexpr,
+    ROWS_PER_PAIR: tl.constexpr,
+    IS_PACKED: tl.constexpr,
+):  # fmt: skip
+    """q_start, q_count, head_tile and cell of the pairs of a step, [TILE_M] where packed; 0 past the last."""
+    if IS_PACKED:
+        pair = begin + (step * TILE_M + tl.arange(0, TILE_M)) // ROWS_PER_PAIR
+    else:
+        pair = begin + step // ((ROWS_PER_PAIR + TILE_M - 1) // TILE_M)
+    is_pair = pair < end
+    pair_ptr = pairs_ptr + pair * PAIR_WIDTH
+    q_start = tl.load(pair_ptr + Q_START, mask=is_pair, other=0)
+    q_count = tl.load(pair_ptr + Q_COUNT, mask=is_pair, other=0)
+    head_tile = tl.load(pair_ptr + HEAD_TILE, mask=is_pair, other=0)
+    cell = tl.load(pair_ptr + CELL, mask=is_pair, other=0)
+    return q_start, q_count, head_tile, cell
+
+
+@triton.jit
 def add_reader_rows(
     dk, dv, k, v,  # [TILE_KV, PADDED_QK], [TILE_KV, PADDED_VO], and likewise
+    pair,  # as load_pair gives it
     step, begin, end,  # of the rows of pairs from begin, below end
-    head_shift,  # query heads before this KV head's, where all KV heads share a list
-    q_ptr, dout_ptr, lse_log2_ptr, delta_ptr, q_strides, dout_strides, pairs_ptr, codes_ptr,
+    head_program,  # heads of a reader that come before, where all KV heads share a list
+    q_ptr, dout_ptr, lse_log2_ptr, delta_ptr, q_strides, dout_strides, codes_ptr,
     row_requests_ptr, row_positions_ptr, mask_starts_ptr, mask_ends_ptr, mask_data_ptr,
     score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_words_ptr, dropout_scale,
     sm_scale, window, total_q, num_qo_heads,
@@ -201,6 +238,7 @@ def add_reader_rows(
     TILE_M: tl.constexpr,
     TILE_KV: tl.constexpr,
     HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     ROWS_PER_PAIR: tl.constexpr,
     IS_PACKED: tl.constexpr,
     HEAD_DIM_QK: tl.constexpr,
@@ -215,37 +253,48 @@ def add_reader_rows(
     HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """dk / sm_scale and dv with TILE_M more rows."""
-    # A row and head of a reader, [TILE_M]; the pair, [TILE_M] or a scalar.
+    q_start, q_count, head_tile, cell = pair
+    # A row and head of a reader, [TILE_M].
+    unit = step * TILE_M + tl.arange(0, TILE_M)
     if IS_PACKED:
-        unit = step * TILE_M + tl.arange(0, TILE_M)
-        pair = begin + unit // ROWS_PER_PAIR
+        is_unit = begin + unit // ROWS_PER_PAIR < end
         unit = unit % ROWS_PER_PAIR
-        is_unit = pair < end
-        pair_ptr = pairs_ptr + tl.where(is_unit, pair, begin) * PAIR_WIDTH
     else:
-        steps_per_pair: tl.constexpr = (ROWS_PER_PAIR + TILE_M - 1) // TILE_M
-        unit = (step % steps_per_pair) * TILE_M + tl.arange(0, TILE_M)
+        unit = (step % ((ROWS_PER_PAIR + TILE_M - 1) // TILE_M)) * TILE_M + tl.arange(0, TILE_M)
         is_unit = unit < ROWS_PER_PAIR
-        pair_ptr = pairs_ptr + (begin + step // steps_per_pair) * PAIR_WIDTH
-    q_start = tl.load(pair_ptr + Q_START)
     rows = q_start + unit // HEADS
-    heads = tl.load(pair_ptr + HEAD_START) + head_shift + unit % HEADS
-    is_row = is_unit & (unit // HEADS < tl.load(pair_ptr + Q_COUNT))
-    lse_log2, delta, has_key = load_row_state(lse_log2_ptr, delta_ptr, rows, heads, is_row, num_qo_heads)
+    head_tile += head_program
+    heads = head_tile * HEADS + unit % HEADS
+    # A full pair's reader has all its rows, and all of them have keys.
+    is_row = is_unit if IS_FULL else is_unit & (unit // HEADS < q_count)
+    if HEADS == GROUP:
+        # What place_rows gives, as the run that it is.
+        places = (head_tile.to(tl.int64) * total_q + q_start) * HEADS + unit
+    else:
+        places = place_rows(rows, heads, total_q, GROUP)
+    lse_log2, delta, has_key = load_row_state(lse_log2_ptr, delta_ptr, places, is_row)
+    if IS_FULL:
+        has_key = is_row
 
     # [TILE_M or 1, TILE_KV]
     kv_idx = tl.zeros([1, TILE_KV], tl.int32)
     q_idx = tl.zeros([TILE_M], tl.int32)
+    origin = None
     admitted = kv_idx == 0
     if not IS_FULL or len(SCORE_CODES) > 0 or HAS_DROPOUT:
-        cells = tl.load(pair_ptr + CELL).to(tl.int64) * TILE_KV
+        cells = cell.to(tl.int64) * TILE_KV
         lane = tl.arange(0, TILE_KV)
         if IS_PACKED:
             codes = tl.load(codes_ptr + cells[:, None] + lane[None, :])
         else:
             codes = tl.load(codes_ptr + cells + lane)[None, :]
         kv_idx = tl.where(codes >= 0, codes, -2 - codes)
-        q_idx = tl.load(row_positions_ptr + rows, mask=has_key, other=0)
+        if IS_PACKED:
+            q_idx = tl.load(row_positions_ptr + rows, mask=has_key, other=0)
+        else:
+            # A reader's rows follow each other in one request.
+            origin = tl.load(row_positions_ptr + q_start)
+            q_idx = origin + unit // HEADS
         if not IS_FULL:
             admitted = is_admitted(
                 codes, kv_idx, interval_rows(rows, heads, total_q, HAS_HEAD_MASK), q_idx, has_key,
@@ -262,10 +311,12 @@ def add_reader_rows(
     dout_starts = rows * dout_strides[0] + heads * dout_strides[1]
     q = load_vectors(q_ptr, q_starts, has_key, q_strides[2], HEAD_DIM_QK, PADDED_QK)
     dout = load_vectors(dout_ptr, dout_starts, has_key, dout_strides[2], HEAD_DIM_VO, PADDED_VO)
+    # What tensor cores multiply: other products are formed from registers, either way.
+    IS_KEYS_FIRST: tl.constexpr = k.dtype.primitive_bitwidth == 16
     weights, score_grads = differentiate_edges(
-        q, k, v, dout, lse_log2, delta, admitted, heads, has_key, q_idx[:, None], kv_idx, kept,
+        q, k, v, dout, lse_log2, delta, admitted, heads, has_key, q_idx[:, None], kv_idx, origin, kept,
         score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_scale, sm_scale, num_qo_heads,
-        SCORE_CODES, SCORE_SLOPES, IS_FULL, HAS_DROPOUT,
+        SCORE_CODES, SCORE_SLOPES, IS_FULL, HAS_DROPOUT, IS_KEYS_FIRST,
     )  # fmt: skip
     dv = dot(tl.trans(weights), dout, dv)
     dk = dot(tl.trans(score_grads), q, dk)
@@ -281,10 +332,8 @@ def is_admitted(
     HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Which edges the lists and the mask hold, [TILE_M, TILE_KV]."""
-    # No edge comes from this: without it ptxas of Triton 3.6 spills in the loop of full pairs, a tenth of its time.
-    admitted = has_key[:, None] & (kv_idx < 0)
-    admitted = admitted | is_in_intervals(mask_rows, has_key, kv_idx, mask_starts_ptr, mask_ends_ptr)
-    admitted = admitted & has_key[:, None] & (codes != -1)
+    # Rows without keys have an empty interval here, and no interval holds the position -1.
+    admitted = is_in_intervals(mask_rows, has_key, kv_idx, mask_starts_ptr, mask_ends_ptr)
     if HAS_WINDOW:
         age = q_idx[:, None] - kv_idx
         admitted = admitted & ((codes >= 0) | ((age >= 0) & (age < window)))

@@ -7,7 +7,7 @@ bounded whatever the lists hold.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -67,6 +67,9 @@ def plan_backward(plan: Plan, hints: BackwardHints | None = None) -> BackwardPla
     if hints.mode != "kv_centric":
         adds = count_page_adds(plan, launches, entries)
         cold = choose_cold_pages(adds, hints)
+        if cold is not None and not cold.num_rows:
+            # Programs that add nothing need no room for what they would add.
+            launches = build_query_launches(plan, replace(hints, mode="kv_centric"))
         entries = entries_of_pages(plan, entries, (adds > 0) & (cold.rows < 0))
     if hints.mode != "atomic":
         keys = transpose_plan(plan, hints, entries=entries)
@@ -83,7 +86,8 @@ def _workspace_of(
 ) -> dict[str, tuple[Shape, ...]]:
     """Shapes of every float32 buffer."""
     dims = (plan.head_dim_qk, plan.head_dim_vo)
-    rows = (plan.total_q, plan.num_qo_heads)
+    # As the kernels read them: the heads of a group together, so that a tile's rows are one run.
+    rows = (plan.num_kv_heads, plan.total_q, plan.group_size)
     return {
         "lse and delta": (rows, rows),
         "parts of dq": tuple((*launch.partial_rows, plan.head_dim_qk) for launch in launches),
@@ -119,8 +123,8 @@ def score_workspace_bytes(plan: Plan, work: BackwardPlan) -> int:
 class Buffers:
     """The workspace of one call; `sums` are to be cleared first, the rest is written before it is read."""
 
-    lse_log2: Tensor  # (total_q, num_qo_heads)
-    delta: Tensor  # (total_q, num_qo_heads)
+    lse_log2: Tensor  # (num_kv_heads, total_q, group_size)
+    delta: Tensor  # (num_kv_heads, total_q, group_size)
     dq_parts: tuple[Tensor, ...]  # one for each query launch
     parts: tuple[Tensor, Tensor] | None
     sums: ColdSums | None

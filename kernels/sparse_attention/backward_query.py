@@ -19,8 +19,10 @@ from attnconform.kernels.sparse_attention.backward_edges import (
     differentiate_edges,
     load_row_state,
     load_vectors,
+    place_rows,
     score_slopes,
 )
+from attnconform.kernels.sparse_attention.backward_hints import MAX_MASKED_STAGES
 from attnconform.kernels.sparse_attention.backward_reuse import ColdPages
 from attnconform.kernels.sparse_attention.backward_tasks import QUERY_FIELDS, SUM_FIELDS, QueryLaunch
 from attnconform.kernels.sparse_attention.dropout import is_kept
@@ -60,8 +62,8 @@ class RowInputs(NamedTuple):
     k_cache: Tensor
     v_cache: Tensor
     dout: Tensor  # (total_q, num_qo_heads, head_dim_vo)
-    lse_log2: Tensor  # (total_q, num_qo_heads) float32, +inf where a row has no key
-    delta: Tensor  # (total_q, num_qo_heads) float32, dout.out - dlse
+    lse_log2: Tensor  # (num_kv_heads, total_q, group_size) float32, +inf where a row has no key
+    delta: Tensor  # (num_kv_heads, total_q, group_size) float32, dout.out - dlse
 
 
 def cache_strides(plan: Plan, cache: Tensor) -> tuple[int, int, int, int]:
@@ -105,6 +107,7 @@ def launch_query_gradients(
         TILE_M=shape.tile_m,
         TILE_KV=shape.tile_kv,
         HEADS=launch.heads_per_tile,
+        GROUP=plan.group_size,
         HEAD_DIM_QK=plan.head_dim_qk,
         HEAD_DIM_VO=plan.head_dim_vo,
         PADDED_QK=padded_dim(plan.head_dim_qk),
@@ -117,7 +120,8 @@ def launch_query_gradients(
         HAS_WINDOW=bool(plan.window),
         HAS_HEAD_MASK=plan.has_head_mask,
         HAS_DROPOUT=plan.dropout_words is not None,
-        IS_ADDED=cold is not None,
+        IS_ADDED=cold is not None and cold.num_rows > 0,
+        MASKED_STAGES=min(shape.num_stages, MAX_MASKED_STAGES),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )  # fmt: skip
@@ -163,6 +167,7 @@ def query_gradient_kernel(
     TILE_M: tl.constexpr,
     TILE_KV: tl.constexpr,
     HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     HEAD_DIM_QK: tl.constexpr,
     HEAD_DIM_VO: tl.constexpr,
     PADDED_QK: tl.constexpr,
@@ -176,6 +181,7 @@ def query_gradient_kernel(
     HAS_HEAD_MASK: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
     IS_ADDED: tl.constexpr,
+    MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
     """dQ of one task's rows times heads, or its chunk of it; dK and dV of the cold pages among its keys."""
     task_ptr = tasks_ptr + tl.program_id(0).to(tl.int64) * TASK_WIDTH
@@ -193,7 +199,8 @@ def query_gradient_kernel(
     heads = tl.load(task_ptr + HEAD_START) + lane_m % HEADS
     is_row = (lane_m // HEADS < q_count) & (lane_m % HEADS < tl.load(task_ptr + HEAD_COUNT))
     q_idx = tl.load(row_positions_ptr + rows, mask=is_row, other=0)
-    lse_log2, delta, has_key = load_row_state(lse_log2_ptr, delta_ptr, rows, heads, is_row, num_qo_heads)
+    places = place_rows(rows, heads, total_q, GROUP)
+    lse_log2, delta, has_key = load_row_state(lse_log2_ptr, delta_ptr, places, is_row)
     rows_wide, heads_wide = rows.to(tl.int64), heads.to(tl.int64)
     # dout of a row without keys is not read: it may hold anything, and 0 * NaN would reach dV.
     q = load_vectors(
@@ -208,33 +215,42 @@ def query_gradient_kernel(
         cold_rows_ptr += kv_head * num_pages
     page_table_ptr += request.to(tl.int64) * max_pages
     mask_rows = interval_rows(rows, heads, total_q, HAS_HEAD_MASK)
+    origin = tl.max(q_idx, axis=0)
     dq = tl.zeros([TILE_M, PADDED_QK], tl.float32)
 
     # Keys that every row admits.
     num_full = (full_end - full_start) // TILE_KV
     full_stop = full_start + num_full * TILE_KV
+    ids = load_key_ids(full_start, full_stop, page_table_ptr, list_slots_ptr, TILE_KV, PAGE_SIZE, HAS_LISTS)
     for first in range(full_start, full_stop, TILE_KV):
+        # A step ahead: they are addresses, which would be waited for.
+        next_ids = load_key_ids(
+            first + TILE_KV, full_stop, page_table_ptr, list_slots_ptr, TILE_KV, PAGE_SIZE, HAS_LISTS
+        )
         dq = add_key_tile(
-            dq, q, dout, lse_log2, delta, first, full_stop,
+            dq, q, dout, lse_log2, delta, ids, first, full_stop,
             k_ptr, v_ptr, k_strides, v_strides, cold_dk_ptr, cold_dv_ptr, cold_rows_ptr,
-            page_table_ptr, list_slots_ptr, list_positions_ptr, list_members_ptr,
-            mask_rows, q_idx, heads, has_key, request, mask_starts_ptr, mask_ends_ptr, mask_data_ptr,
+            list_positions_ptr, list_members_ptr,
+            mask_rows, q_idx, origin, heads, has_key, request, mask_starts_ptr, mask_ends_ptr, mask_data_ptr,
             score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_words_ptr, dropout_scale,
             sm_scale, window, num_qo_heads,
             True, TILE_KV, HEAD_DIM_QK, HEAD_DIM_VO, PADDED_QK, PADDED_VO, PAGE_SIZE,
             SCORE_CODES, SCORE_SLOPES, MASK_FN, HAS_LISTS, HAS_WINDOW, HAS_DROPOUT, IS_ADDED,
         )  # fmt: skip
+        ids = next_ids
     # Keys before and after those, masked row by row.
     num_before = tl.cdiv(full_start - kv_start, TILE_KV)
     num_after = tl.cdiv(kv_end - full_stop, TILE_KV)
-    for step in range(0, num_before + num_after):
+    for step in tl.range(0, num_before + num_after, num_stages=MASKED_STAGES):
         is_before = step < num_before
         first = tl.where(is_before, kv_start + step * TILE_KV, full_stop + (step - num_before) * TILE_KV)
+        limit = tl.where(is_before, full_start, kv_end)
+        ids = load_key_ids(first, limit, page_table_ptr, list_slots_ptr, TILE_KV, PAGE_SIZE, HAS_LISTS)
         dq = add_key_tile(
-            dq, q, dout, lse_log2, delta, first, tl.where(is_before, full_start, kv_end),
+            dq, q, dout, lse_log2, delta, ids, first, limit,
             k_ptr, v_ptr, k_strides, v_strides, cold_dk_ptr, cold_dv_ptr, cold_rows_ptr,
-            page_table_ptr, list_slots_ptr, list_positions_ptr, list_members_ptr,
-            mask_rows, q_idx, heads, has_key, request, mask_starts_ptr, mask_ends_ptr, mask_data_ptr,
+            list_positions_ptr, list_members_ptr,
+            mask_rows, q_idx, origin, heads, has_key, request, mask_starts_ptr, mask_ends_ptr, mask_data_ptr,
             score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_words_ptr, dropout_scale,
             sm_scale, window, num_qo_heads,
             False, TILE_KV, HEAD_DIM_QK, HEAD_DIM_VO, PADDED_QK, PADDED_VO, PAGE_SIZE,
@@ -256,10 +272,10 @@ def query_gradient_kernel(
 @triton.jit
 def add_key_tile(
     dq, q, dout, lse_log2, delta,  # [TILE_M, PADDED_QK] twice, [TILE_M, PADDED_VO], [TILE_M] twice
-    first, limit,  # keys of this tile: entries or positions from first, below limit
+    ids, first, limit,  # keys of this tile, as load_key_ids gives them
     k_ptr, v_ptr, k_strides, v_strides, cold_dk_ptr, cold_dv_ptr, cold_rows_ptr,
-    page_table_ptr, list_slots_ptr, list_positions_ptr, list_members_ptr,
-    mask_rows, q_idx, heads, has_key,  # [TILE_M]
+    list_positions_ptr, list_members_ptr,
+    mask_rows, q_idx, origin, heads, has_key,  # [TILE_M]; a scalar
     request, mask_starts_ptr, mask_ends_ptr, mask_data_ptr,
     score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_words_ptr, dropout_scale,
     sm_scale, window, num_qo_heads,
@@ -280,7 +296,7 @@ def add_key_tile(
 ):  # fmt: skip
     """dq / sm_scale with one more tile of keys; dk and dv of those on cold pages are added to their sums."""
     kv_idx, page, offset, admitted, is_read = find_keys(
-        first, limit, page_table_ptr, list_slots_ptr, list_positions_ptr, list_members_ptr,
+        ids, first, limit, list_positions_ptr, list_members_ptr,
         mask_rows, q_idx, has_key, request, mask_starts_ptr, mask_ends_ptr, mask_data_ptr, window,
         IS_FULL, TILE_KV, PAGE_SIZE, MASK_FN, HAS_LISTS, HAS_WINDOW,
     )  # fmt: skip
@@ -291,7 +307,7 @@ def add_key_tile(
     if HAS_DROPOUT:
         kept = is_kept(dropout_words_ptr, request, heads[:, None], q_idx[:, None], kv_idx[None, :])
     weights, score_grads = differentiate_edges(
-        q, k, v, dout, lse_log2, delta, admitted, heads, has_key, q_idx[:, None], kv_idx[None, :], kept,
+        q, k, v, dout, lse_log2, delta, admitted, heads, has_key, q_idx[:, None], kv_idx[None, :], origin, kept,
         score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_scale, sm_scale, num_qo_heads,
         SCORE_CODES, SCORE_SLOPES, IS_FULL, HAS_DROPOUT,
     )  # fmt: skip
@@ -307,9 +323,25 @@ def add_key_tile(
 
 
 @triton.jit
-def find_keys(
+def load_key_ids(
     first, limit,  # keys of a tile: entries or positions from first, below limit
-    page_table_ptr, list_slots_ptr, list_positions_ptr, list_members_ptr,
+    page_table_ptr, list_slots_ptr,
+    TILE_KV: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HAS_LISTS: tl.constexpr,
+):  # fmt: skip
+    """What says where keys are, [TILE_KV]: slots of entries, or pages of positions; 0 from the limit on."""
+    key = first + tl.arange(0, TILE_KV)
+    if HAS_LISTS:
+        return tl.load(list_slots_ptr + key, mask=key < limit, other=0)
+    else:
+        return tl.load(page_table_ptr + key // PAGE_SIZE, mask=key < limit, other=0)
+
+
+@triton.jit
+def find_keys(
+    ids, first, limit,  # keys of a tile, as load_key_ids gives them
+    list_positions_ptr, list_members_ptr,
     mask_rows, q_idx, has_key,  # [TILE_M]
     request, mask_starts_ptr, mask_ends_ptr, mask_data_ptr, window,
     IS_FULL: tl.constexpr,
@@ -324,19 +356,21 @@ def find_keys(
     is_key = key < limit
     if HAS_LISTS:
         kv_idx = tl.load(list_positions_ptr + key, mask=is_key, other=0)
-        slot = tl.load(list_slots_ptr + key, mask=is_key, other=0)
-        page = slot // PAGE_SIZE
-        offset = slot % PAGE_SIZE
+        page = ids // PAGE_SIZE
+        offset = ids % PAGE_SIZE
     else:
         kv_idx = key
-        page = tl.load(page_table_ptr + key // PAGE_SIZE, mask=is_key, other=0).to(tl.int64)
+        page = ids.to(tl.int64)
         offset = (key % PAGE_SIZE).to(tl.int64)
 
     # In a full tile every lane is a key.
-    admitted = is_key[None, :] & has_key[:, None]
+    admitted = is_key[None, :]
     is_read = is_key
     if not IS_FULL:
-        admitted = admitted & is_in_intervals(mask_rows, has_key, kv_idx[None, :], mask_starts_ptr, mask_ends_ptr)
+        # No interval holds the position -1, and a row without keys has an empty one.
+        admitted = is_in_intervals(
+            mask_rows, has_key, tl.where(is_key, kv_idx, -1)[None, :], mask_starts_ptr, mask_ends_ptr
+        )
         if HAS_LISTS and HAS_WINDOW:
             is_member = tl.load(list_members_ptr + key, mask=is_key, other=0) != 0
             age = q_idx[:, None] - kv_idx[None, :]

@@ -29,6 +29,7 @@ from attnconform.kernels.sparse_attention.backward_edges import (
     form_edges,
     load_row_state,
     load_vectors,
+    place_rows,
     score_slopes,
     square_sech,
 )
@@ -50,6 +51,7 @@ from attnconform.kernels.sparse_attention.backward_query import (
     cache_strides,
     find_keys,
     launch_chunk_sums,
+    load_key_ids,
     padded_dim,
 )
 from attnconform.kernels.sparse_attention.backward_tasks import QueryLaunch
@@ -79,7 +81,7 @@ def compute_score_gradients(
     if not plan.score_codes:
         return ()
     layout = lay_out_sums(plan)
-    rows, heads = inputs.delta.shape
+    rows, heads = plan.total_q, plan.num_qo_heads
     row_sums = inputs.delta.new_zeros((rows, heads, layout.num_sums))
     chunk_sums = [row_sums.new_empty((*launch.partial_rows, layout.num_sums)) for launch in launches]
     tables = row_sums.new_zeros((heads, layout.width), dtype=torch.float64)
@@ -174,6 +176,7 @@ def _launch_tasks(
         TILE_M=shape.tile_m,
         TILE_KV=shape.tile_kv,
         HEADS=launch.heads_per_tile,
+        GROUP=plan.group_size,
         HEAD_DIM_QK=plan.head_dim_qk,
         HEAD_DIM_VO=plan.head_dim_vo,
         PADDED_QK=padded_dim(plan.head_dim_qk),
@@ -210,6 +213,7 @@ def score_gradient_kernel(
     TILE_M: tl.constexpr,
     TILE_KV: tl.constexpr,
     HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     HEAD_DIM_QK: tl.constexpr,
     HEAD_DIM_VO: tl.constexpr,
     PADDED_QK: tl.constexpr,
@@ -250,7 +254,8 @@ def score_gradient_kernel(
 
     heads = tl.load(task_ptr + HEAD_START) + lane_m % HEADS
     q_idx = tl.load(row_positions_ptr + rows, mask=is_row, other=0)
-    lse_log2, delta, has_key = load_row_state(lse_log2_ptr, delta_ptr, rows, heads, is_row, num_qo_heads)
+    places = place_rows(rows, heads, total_q, GROUP)
+    lse_log2, delta, has_key = load_row_state(lse_log2_ptr, delta_ptr, places, is_row)
     rows_wide, heads_wide = rows.to(tl.int64), heads.to(tl.int64)
     q_starts = rows_wide * q_strides[0] + heads_wide * q_strides[1]
     dout_starts = rows_wide * dout_strides[0] + heads_wide * dout_strides[1]
@@ -276,8 +281,9 @@ def score_gradient_kernel(
         first = tl.where(is_before, kv_start + masked_step * TILE_KV, full_stop + (masked_step - num_before) * TILE_KV)
         first = tl.where(is_full, full_start + step * TILE_KV, first)
         limit = tl.where(is_full, full_stop, tl.where(is_before, full_start, kv_end))
+        ids = load_key_ids(first, limit, page_table_ptr, list_slots_ptr, TILE_KV, PAGE_SIZE, HAS_LISTS)
         kv_idx, page, offset, admitted, is_read = find_keys(
-            first, limit, page_table_ptr, list_slots_ptr, list_positions_ptr, list_members_ptr,
+            ids, first, limit, list_positions_ptr, list_members_ptr,
             mask_rows, q_idx, has_key, request, mask_starts_ptr, mask_ends_ptr, mask_data_ptr, window,
             False, TILE_KV, PAGE_SIZE, MASK_FN, HAS_LISTS, HAS_WINDOW,
         )  # fmt: skip
@@ -289,7 +295,7 @@ def score_gradient_kernel(
         if HAS_DROPOUT:
             kept = is_kept(dropout_words_ptr, request, heads[:, None], q_idx[:, None], kv_idx[None, :])
         _, score_grads, _, products = form_edges(
-            q, k, v, dout, lse_log2, delta, admitted, heads, has_key, q_idx[:, None], kv_idx[None, :], kept,
+            q, k, v, dout, lse_log2, delta, admitted, heads, has_key, q_idx[:, None], kv_idx[None, :], None, kept,
             score_params_ptr, score_tables_ptr, score_reaches_ptr, dropout_scale, sm_scale, num_qo_heads,
             SCORE_CODES, SCORE_SLOPES, False, HAS_DROPOUT,
         )  # fmt: skip
@@ -339,8 +345,8 @@ def add_rule_gradients(
             if step == rule:
                 scores_at_rule = scores
             scores, slope = apply_rule_with_slope(
-                scores, step, heads, is_row, q_idx, kv_idx,
-                score_params_ptr, score_tables_ptr, score_reaches_ptr, num_qo_heads, CODES, SLOPES,
+                scores, step, heads, is_row, q_idx, kv_idx, None,
+                score_params_ptr, score_tables_ptr, score_reaches_ptr, num_qo_heads, 1.0, CODES, SLOPES,
             )  # fmt: skip
             if step > rule:
                 grads = grads * slope

@@ -25,6 +25,7 @@ from attnconform.kernels.sparse_attention.backward_hints import (
     BackwardHints,
     KeyShape,
     choose_key_shape,
+    pack_pairs,
 )
 from attnconform.kernels.sparse_attention.candidates import cut_ranges, cut_row_blocks, enumerate_runs, to_slots
 from attnconform.kernels.sparse_attention.plan import Plan
@@ -32,7 +33,7 @@ from attnconform.kernels.sparse_attention.tasks import reduce_groups
 
 ABSENT = -1
 # Columns of the kernel's table of pairs, in order.
-PAIR_FIELDS = ("q_start", "q_count", "head_start", "cell")
+PAIR_FIELDS = ("q_start", "q_count", "head_tile", "cell")
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,14 +131,16 @@ def transpose_plan(
     entries = entries or list_entries(plan)
     shape, pair_shape = _choose_shapes(plan, entries, hints)
     tiles = tile_slots(entries, shape.tile_kv)
-    readers = cut_readers(plan, entries, max(1, pair_shape.rows_per_pair // pair_shape.heads))
+    max_rows = max(1, pair_shape.rows_per_pair // pair_shape.heads)
+    readers = cut_readers(plan, entries, max_rows)
     tiles = expand_readers(tiles, readers, entries.list_q_start.numel())
-    tiles, num_full = classify_pairs(tiles, readers)
+    tiles, num_full = classify_pairs(tiles, readers, max_rows)
     num_head_programs = 1 if plan.sharing in ("query_head", "kv_head") else plan.num_kv_heads
     slot_bytes = 4 * num_head_programs * shape.tile_kv * (plan.head_dim_qk + plan.head_dim_vo)
     max_pairs = _pairs_per_item(tiles, pair_shape.rows_per_pair, num_head_programs, slot_bytes, hints)
     items = cut_items(tiles.tile_indptr, num_full, max_pairs)
-    columns = (readers.q_start, readers.q_count, readers.head_start)
+    # In units of a reader's heads: a kernel that multiplies by them knows how its addresses are aligned.
+    columns = (readers.q_start, readers.q_count, readers.head_start // pair_shape.heads)
     pairs = torch.stack([*(column[tiles.pair_list] for column in columns), tiles.pair_cells], dim=1).int()
     return TransposedPlan(shape, pair_shape, tiles, pairs, items, num_head_programs)
 
@@ -196,26 +199,31 @@ def entries_of_pages(plan: Plan, entries: ListEntries, is_hot: Tensor) -> ListEn
 
 def _choose_shapes(plan: Plan, entries: ListEntries, hints: BackwardHints) -> tuple[KeyShape, PairShape]:
     """Tiles and pairs for the plan."""
-    heads = 1 if plan.sharing == "query_head" else plan.group_size
-    longest = int(entries.list_q_count.max()) if entries.list_q_count.numel() else 1
     # Without lists every request is one long run.
     run = entries.num_slots if plan.list_indptr is None else _mean_run(entries)
-    shape = hints.key_shape or choose_key_shape(plan, max(1, 1 << (run - 1).bit_length()))
+    shape = hints.key_shape or choose_key_shape(plan, max(1, run))
+    pair_shape = _shape_pairs(plan, entries, shape)
+    if pair_shape.is_packed and hints.key_shape is None:
+        shape = pack_pairs(shape)
+        pair_shape = _shape_pairs(plan, entries, shape)
+    return shape, pair_shape
+
+
+def _shape_pairs(plan: Plan, entries: ListEntries, shape: KeyShape) -> PairShape:
+    """As many of a list's rows in a pair as a step takes."""
+    heads = 1 if plan.sharing == "query_head" else plan.group_size
+    longest = int(entries.list_q_count.max()) if entries.list_q_count.numel() else 1
     rows_per_pair = heads * min(max(1, longest), max(1, shape.tile_m // heads))
     # A jit mask function is promised one request and one row of positions per call.
-    is_packed = 2 * rows_per_pair <= shape.tile_m and plan.mask_fn is None
-    if is_packed and hints.key_shape is None:
-        shape = shape._replace(num_stages=1)
-    return shape, PairShape(heads, rows_per_pair, is_packed)
+    return PairShape(heads, rows_per_pair, 2 * rows_per_pair <= shape.tile_m and plan.mask_fn is None)
 
 
 def _mean_run(entries: ListEntries) -> int:
-    """Mean length of runs of neighbouring slots in a list, rounded up to a power of two."""
+    """Mean length of runs of neighbouring slots in a list."""
     if entries.entry_slot.numel() == 0:
         return 1
     breaks = (entries.entry_slot.diff() != 1) | (entries.entry_list.diff() != 0)
-    mean = entries.entry_slot.numel() // (1 + int(breaks.sum()))
-    return 1 << (mean - 1).bit_length()
+    return entries.entry_slot.numel() // (1 + int(breaks.sum()))
 
 
 def tile_slots(entries: ListEntries, tile_kv: int) -> SlotTiles:
@@ -326,10 +334,10 @@ def expand_readers(tiles: SlotTiles, readers: Readers, num_lists: int) -> SlotTi
     )
 
 
-def classify_pairs(tiles: SlotTiles, readers: Readers) -> tuple[SlotTiles, Tensor]:
+def classify_pairs(tiles: SlotTiles, readers: Readers, max_rows: int) -> tuple[SlotTiles, Tensor]:
     """The pairs that can hold an edge, the full ones last in their tile, and how many of a tile's pairs are full.
 
-    Full: all rows of the reader admit all slots of the tile. [BLOCK-FULL]
+    Full: the reader has max_rows rows, and all of them admit all slots of the tile. [BLOCK-FULL]
     """
     position = torch.where(tiles.codes >= 0, tiles.codes, -2 - tiles.codes)
     first = torch.where(tiles.codes == ABSENT, 2**31 - 1, position).amin(1)[tiles.pair_cells]
@@ -337,6 +345,7 @@ def classify_pairs(tiles: SlotTiles, readers: Readers) -> tuple[SlotTiles, Tenso
     reader = tiles.pair_list
     is_kept = (last >= readers.first_position[reader]) & (first < readers.past_position[reader])
     is_full = (tiles.codes >= 0).all(1)[tiles.pair_cells] & is_kept
+    is_full &= readers.q_count[reader] == max_rows
     is_full &= (first >= readers.common_start[reader]) & (last < readers.common_end[reader])
     tile = torch.repeat_interleave(tiles.tile_indptr.diff())
     order = torch.argsort(2 * tile + is_full, stable=True)
