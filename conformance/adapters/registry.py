@@ -40,6 +40,14 @@ BUNDLED: dict[str, str] = {
     "jax-paged": "attnconform.conformance.adapters.jax_attention:JaxPaged",
     "sglang-merge": "attnconform.conformance.adapters.sglang_kernels:SglangMerge",
     "sglang-decode": "attnconform.conformance.adapters.sglang_kernels:SglangDecode",
+    "sglang-msa-decode": "attnconform.conformance.adapters.sglang_blocks:SglangBlocksDecode",
+    "sglang-msa-prefill": "attnconform.conformance.adapters.sglang_blocks:SglangBlocksPrefill",
+    "jax-splash": "attnconform.conformance.adapters.jax_splash:JaxSplash",
+    "vllm-decode": "attnconform.conformance.adapters.vllm_dense:VllmDecode",
+    "vllm-unified": "attnconform.conformance.adapters.vllm_dense:VllmUnified",
+    "vllm-m3-decode": "attnconform.conformance.adapters.vllm_sparse:VllmMiniMaxDecode",
+    "vllm-m3-prefill": "attnconform.conformance.adapters.vllm_sparse:VllmMiniMaxPrefill",
+    "vllm-mla-sparse": "attnconform.conformance.adapters.vllm_sparse:VllmSparseLatent",
     "reference": "attnconform.conformance.adapters.reference_steps:StepsBackend",
     "flex-eager-trusts-blocks": "attnconform.conformance.adapters.negative:FlexEagerTrustsBlocks",  # wrong on purpose
 }

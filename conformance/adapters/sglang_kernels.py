@@ -1,32 +1,29 @@
-"""SGLang's Triton decode kernel, loaded as a single file of an installed or unpacked package.
+"""SGLang's Triton decode and merge kernels, each of an installed or unpacked package's own module.
 
-The package itself imports a whole serving engine, so what the file asks of it is answered by stand-ins. A row is a
-request of its own with a list of slots, shared by its heads; masked entries are struck, which is the caller's part.
+To decode, a row is a request of its own with a list of slots, shared by its heads; masked entries are struck, which is
+the caller's part.
 """
 
 import importlib.metadata
-import importlib.util
-import sys
 from contextlib import nullcontext
-from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
 from attnconform.conformance.adapters.attn_gym import listed
 from attnconform.conformance.adapters.merged_parts import MergedParts
+from attnconform.conformance.adapters.single_module import load_module
 from attnconform.conformance.adapters.third_party_interpreter import third_party_kernels
 from attnconform.conformance.adapters.triton_kernels import interpreting, sink_tensor
-from attnconform.conformance.backend import Backend, Capabilities, Forward, OneOf, Tensors, Unavailable
+from attnconform.conformance.backend import Backend, Capabilities, Forward, OneOf, Tensors
 from attnconform.conformance.bounds.numerics import NUMERICS_CLASSES
 from attnconform.conformance.cases.axes import FORWARD_AXES
 from attnconform.conformance.views import ProblemView
 from attnconform.reference.rules import SoftCap
 
-ATTENTION = Path("kernels", "ops", "attention")
+INSTALL = "pip install --no-deps sglang==0.5.23"
 SPLITS = 8  # at most; a split has at least 32 keys
 BY_HEAD = ("head_window", "custom")  # masks that differ by head, where a row has one list for all
 
@@ -41,32 +38,21 @@ class Switches:
         return False
 
 
-def stand_ins() -> dict[str, ModuleType]:
-    """What the file imports of its package: questions about an AMD GPU, and switches."""
-    engine = ("", ".srt", ".srt.environ", ".srt.utils")
-    kernels = (".kernels", ".kernels.ops", ".kernels.ops.attention", ".kernels.ops.attention.score_mod")
-    modules = {f"sglang{name}": ModuleType(f"sglang{name}") for name in (*engine, *kernels)}
-    answers: dict[str, Any] = dict.fromkeys(("is_hip", "is_gfx95_supported", "is_gfx1250_supported"), lambda: False)
-    modules["sglang.srt.utils"].__dict__.update(answers, get_device_core_count=lambda _: 1)
-    modules["sglang.srt.environ"].__dict__["envs"] = Switches()
-    modules["sglang.kernels.ops.attention.score_mod"].__dict__["unpack_aux_tensors"] = lambda *_: (None, 0, 0, 0)
-    return modules
+def engine() -> dict[str, dict[str, Any]]:
+    """What the modules ask of SGLang: which GPU this is, switches, and a rule for scores that none of them is given."""
+    on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    not_amd = dict.fromkeys(("is_hip", "is_gfx95_supported", "is_gfx1250_supported"), lambda: False)
+    return {
+        "sglang.srt.environ": {"envs": Switches()},
+        "sglang.srt.runtime_context": {"get_platform": lambda: SimpleNamespace(is_sm90=on_hopper)},
+        "sglang.srt.utils": {**not_amd, "get_device_core_count": lambda _: 1},
+        "sglang.kernels.ops.attention.score_mod": {"unpack_aux_tensors": lambda *_: (None, 0, 0, 0)},
+    }
 
 
-def load_kernels(file: str) -> Any:
+def load_kernels(name: str) -> Any:
     """A module of SGLang's attention kernels. Raises Unavailable where the package is not installed."""
-    package = importlib.util.find_spec("sglang")
-    if package is None or not package.submodule_search_locations:
-        raise Unavailable("SGLang is not here: pip install --no-deps sglang")
-    place = Path(package.submodule_search_locations[0]) / ATTENTION / file
-    found = importlib.util.spec_from_file_location(f"sglang_{place.stem}", place)
-    if found is None or found.loader is None or not place.exists():
-        raise Unavailable(f"SGLang has no {ATTENTION / file}: pip install --no-deps sglang==0.5.23")
-    module = importlib.util.module_from_spec(found)
-    importlib.import_module("triton")  # what is first imported under the patch is forgotten after it
-    with mock.patch.dict(sys.modules, stand_ins()):
-        found.loader.exec_module(module)
-    return module
+    return load_module(f"sglang.kernels.ops.attention.{name}", engine, INSTALL)
 
 
 class SglangDecode(Backend):
@@ -78,7 +64,7 @@ class SglangDecode(Backend):
         super().__init__(device)
         interpreted = interpreting(device)
         self.context = third_party_kernels if interpreted else nullcontext
-        self.kernels = load_kernels("decode_attention.py")
+        self.kernels = load_kernels("decode_attention")
         low = "" if interpreted else "-hopper"
         self.capabilities = Capabilities(
             supported={
@@ -138,7 +124,7 @@ class SglangMerge(MergedParts):
     unit = 1.0
 
     def load(self) -> Any:
-        return load_kernels("merge_state.py")
+        return load_kernels("merge_state")
 
     def merge(self, v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = v[:, 0].contiguous(), s[:, 0].contiguous()
