@@ -22,7 +22,7 @@ class OneOf(msgspec.Struct, frozen=True, tag=True):
     values: tuple[str | int | bool, ...]
 
     def holds(self, value: str | int | bool) -> bool:
-        return value in self.values
+        return str(value) in map(str, self.values)  # the matrix names every value by a text, 16 by "16"
 
 
 class Span(msgspec.Struct, frozen=True, tag=True):
@@ -33,7 +33,8 @@ class Span(msgspec.Struct, frozen=True, tag=True):
     step: int = 1
 
     def holds(self, value: str | int | bool) -> bool:
-        return isinstance(value, int) and self.low <= value <= self.high and (value - self.low) % self.step == 0
+        number = int(value) if isinstance(value, str) and value.isdecimal() else value
+        return isinstance(number, int) and self.low <= number <= self.high and (number - self.low) % self.step == 0
 
 
 class Whole(msgspec.Struct, frozen=True, tag=True):

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attnconform.conformance.cases.matrix import matrix
-from attnconform.conformance.cases.structure import case_digest
+from attnconform.conformance.cases.structure import Case, case_digest
 from attnconform.conformance.judge.verdict import CaseResult, State
-from attnconform.conformance.results import Footer, ResultLine, Run, read_run, suite_hash
+from attnconform.conformance.results import Footer, Header, ResultLine, Run, read_run, suite_hash
+from attnconform.conformance.selection import own_cases
 
 RESULTS = "results.jsonl"
 SAME_IN_SHARDS = ("suite_hash", "level", "backend", "capabilities", "versions", "device")
@@ -29,12 +30,17 @@ def merge_runs(folders: list[Path]) -> Run:
                 raise ValueError(
                     f"{line.case.id} is {known.result.state} in one shard and {line.result.state} in {folder}"
                 )
-    missing = [case.id for case in matrix(first.level) if case.id not in lines]
+    missing = [case.id for case in cases_of_run(first) if case.id not in lines]
     if missing:
         raise ValueError(f"{len(missing)} cases are in no shard, {missing[0]} for one")
     counts = Counter[str](line.result.state for line in lines.values())
     footer = Footer(counts=dict(counts), seconds=sum(run.footer.seconds for run in runs))
     return Run(first.announcing(len(lines)), tuple(lines.values()), footer)
+
+
+def cases_of_run(header: Header) -> tuple[Case, ...]:
+    """Every case that a whole run takes: the common ones of its level, and those of the domain that it declares."""
+    return (*matrix(header.level), *own_cases(header.level, "", header.capabilities))
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ def faults_of_bundle(folder: Path) -> list[str]:
     faults = []
     if run.header.suite_hash != suite_hash(cases):
         faults.append(f"suite_hash is {run.header.suite_hash}, but this suite's is {suite_hash(cases)}")
-    known, given = {case.id for case in cases}, {line.case.id for line in run.lines}
+    known, given = {case.id for case in cases_of_run(run.header)}, {line.case.id for line in run.lines}
     if known - given:
         faults.append(f"{len(known - given)} cases are missing, {min(known - given)} for one")
     if given - known:

@@ -218,7 +218,7 @@ def explain(
     case: str | None, backend: str, device: str | None, blind: bool, select: str, shard: str, join: tuple[Path, ...],
     processes: int, seed: int, rounding: bool, json_path: Path | None,
 ) -> None:  # fmt: skip
-    """Say why a backend fails a case: a case id, or a case's JSON file."""
+    """Say why a backend fails a case: a case id, a run's case as FOLDER/CASE_ID, or a case's JSON file."""
     if blind == (case is not None):
         raise ValueError("explain takes either a case or --blind")
     if case is None:

@@ -5,7 +5,7 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from attnconform.conformance.cases.structure import Case
 from attnconform.conformance.expectations import load_expectations, with_expectation
 from attnconform.conformance.isolation import count_kernel_kills, death_of
 from attnconform.conformance.judge.verdict import CaseResult, ExpectedFailure, Finding, State
-from attnconform.conformance.plugin import SKIPPED, hang_file, results_in
+from attnconform.conformance.plugin import OWN_CASES, SKIPPED, hang_file, results_in
 from attnconform.conformance.results import (
     Footer,
     Header,
@@ -31,7 +31,7 @@ from attnconform.conformance.results import (
     read_unfinished,
     verdict_of,
 )
-from attnconform.conformance.selection import select_cases
+from attnconform.conformance.selection import own_cases, select_cases
 
 Progress = Callable[[CaseResult, int, int], None]  # result, cases done, cases in all
 MAX_WORKER_RESTARTS = 10_000
@@ -142,13 +142,14 @@ def run_matrix(options: RunOptions, progress: Progress) -> tuple[Verdict, list[C
 
     Raises ValueError where the backend does not load, or nothing is selected.
     """
-    cases = select_cases(options.level, options.select, options.shard)
     backend = load_backend(options.backend, options.device)
+    own = own_cases(options.level, options.select, backend.capabilities)
+    cases = select_cases(options.level, options.select, options.shard, own)
     options.out.mkdir(parents=True, exist_ok=True)
     results_file = options.out / "results.jsonl"
     header = make_header(backend, options.level, matrix(options.level), len(cases))
     backend.close()
-    expected = expected_failures(options)
+    expected = expected_failures(options, own)
     kept = results_to_keep(results_file, header, cases) if options.resume else []
     kept = [msgspec.structs.replace(line, result=with_expectation(line.result, expected)) for line in kept]
     begin_results(results_file, header, kept)
@@ -159,6 +160,7 @@ def run_matrix(options: RunOptions, progress: Progress) -> tuple[Verdict, list[C
         for line in kept:
             record.take(line.result)
         (Path(scratch) / SKIPPED).write_text("\n".join(record.results))
+        (Path(scratch) / OWN_CASES).write_bytes(msgspec.json.encode(own))  # workers need not make them again
         run_pytest(options, record, scratch)
     for case in cases:  # a worker that could not even start reports nothing
         if case.id not in record.results:
@@ -172,11 +174,13 @@ def run_matrix(options: RunOptions, progress: Progress) -> tuple[Verdict, list[C
     return verdict_of(results), results
 
 
-def expected_failures(options: RunOptions) -> dict[str, ExpectedFailure]:
-    """The expectations that a run was given, by case id."""
+def expected_failures(options: RunOptions, own: Sequence[Case] = ()) -> dict[str, ExpectedFailure]:
+    """The expectations that a run was given, by case id; `own` are the cases of the backend's own domain."""
     if options.expectations is None:
         return {}
-    return load_expectations(options.expectations, level=options.level, backend=options.backend, device=options.device)
+    return load_expectations(
+        options.expectations, level=options.level, backend=options.backend, device=options.device, own=own
+    )
 
 
 def begin_results(path: Path, header: Header, kept: list[ResultLine]) -> None:

@@ -23,6 +23,7 @@ from typing import get_args
 import msgspec
 
 from attnconform.conformance.cases.matrix import matrix
+from attnconform.conformance.cases.structure import Case
 from attnconform.conformance.judge.verdict import CONFORMING, NOT_RUN, CaseResult, ExpectedFailure, State
 
 UNEXPECTABLE: frozenset[State] = CONFORMING | NOT_RUN | {"HARNESS_ERROR"}  # HARNESS_ERROR is a fault of the suite
@@ -55,9 +56,9 @@ class ExpectationsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 def load_expectations(
-    path: Path, *, level: str, backend: str, device: str, today: date | None = None
+    path: Path, *, level: str, backend: str, device: str, own: Iterable[Case] = (), today: date | None = None
 ) -> dict[str, ExpectedFailure]:
-    """What is expected of the cases of a level, by id.
+    """What is expected of the cases of a level, and of those of the backend's own domain, by id.
 
     Cases are those of the whole level, so that a selection or a shard makes no entry stale. Raises ValueError, in one
     line, where the file cannot be read, is not of this form, or no longer fits the suite.
@@ -66,7 +67,7 @@ def load_expectations(
     for number, entry in enumerate(entries, start=1):
         check_entry(entry, f"{path}: entry {number} ({entry.case})", today or date.today())
     in_scope = [(i, e) for i, e in enumerate(entries, start=1) if e.is_of(backend, device)]
-    return claimed_cases(path, in_scope, [case.id for case in matrix(level)], level)
+    return claimed_cases(path, in_scope, [case.id for case in (*matrix(level), *own)], level)
 
 
 def read_entries(path: Path) -> tuple[Expectation, ...]:

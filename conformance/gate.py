@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from attnconform.conformance.cases.coverage import undeclared_axes
+from attnconform.conformance.cases.structure import is_own
+from attnconform.conformance.judge.ratio import ratio_text
 from attnconform.conformance.judge.verdict import NOT_RUN, CaseResult
 from attnconform.conformance.report.text import finding_text, repro_command
 from attnconform.conformance.results import Run, verdict_of
@@ -54,7 +57,21 @@ def compare_runs(baseline: Run, now: Run, margin: float = MARGIN) -> GateReport:
             newly_failing.append(result)
         elif not old.is_conforming and result.is_conforming:
             fixed.append(result.case_id)
+    undeclared += gone(baseline, now)
     return GateReport(newly_failing, undeclared, rises(baseline, now, margin), fixed)
+
+
+def gone(baseline: Run, now: Run) -> list[str]:
+    """Cases of the domain that the baseline declared, and that this run's declaration no longer holds."""
+    judged = {result.case_id for result in now.results}
+    return [
+        line.case.id
+        for line in baseline.lines
+        if is_own(line.case.id)
+        and line.case.id not in judged
+        and line.result.state not in NOT_RUN
+        and undeclared_axes(line.case, now.header.capabilities)
+    ]
 
 
 def rises(baseline: Run, now: Run, margin: float) -> list[Rise]:
@@ -83,14 +100,15 @@ def gate_markdown(report: GateReport, now: Run) -> str:
     lines = [
         f"## attnconform: {now.header.backend} {'passes' if report.is_open else 'fails'} the gate",
         "",
-        f"{verdict.conforming} of {verdict.ran} cases conform, {verdict.unsupported} unsupported "
-        f"({verdict.declared_share:.0%} of the matrix declared), level {now.header.level}, {now.header.device}.",
+        f"{verdict.conforming} of {verdict.ran} cases conform; declared: "
+        f"{verdict.declared_text}; level {now.header.level}, {now.header.device}.",
         "",
     ]
     lines += section("Newly failing", [failing_line(r, now.header.backend) for r in report.newly_failing])
     lines += section("No longer declared", [f"`{case_id}`" for case_id in report.undeclared])
     lines += section(
-        "Less accurate", [f"{r.output}: error / bound {r.before:.3f} -> {r.after:.3f}" for r in report.rises]
+        "Less accurate",
+        [f"{r.output}: error / bound {ratio_text(r.before)} -> {ratio_text(r.after)}" for r in report.rises],
     )
     lines += section("Fixed", [f"`{case_id}`" for case_id in report.fixed])
     return "\n".join(lines)

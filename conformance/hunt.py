@@ -3,7 +3,6 @@
 The matrix asks what it has always asked; the hunt asks what nobody wrote down. It ends with the first case that fails.
 """
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from attnconform.conformance.cases.structure import Case, Operation, encode_case
 from attnconform.conformance.explain.explain import describe, minimal_case, say
 from attnconform.conformance.isolation import is_spoilt, with_device_state
 from attnconform.conformance.judge.judge import judge_case
+from attnconform.conformance.judge.ratio import ratio_text
 from attnconform.conformance.judge.verdict import CaseResult
 from attnconform.conformance.report.terminal import make_progress
 from attnconform.conformance.report.text import finding_text
@@ -173,8 +173,7 @@ def print_bag(console: Console, bag: Bag, out: Path, backend: str) -> None:
     beside = f", {bag.unsupported} more that {backend} does not declare" if bag.unsupported else ""
     say(console, f"{backend}: {bag.judged} cases judged{beside}")
     for name, near in sorted(bag.nearest.items(), key=lambda item: -item[1].ratio):
-        ratio = "infinite" if near.ratio == sys.float_info.max else f"{near.ratio:.3g}"
-        say(console, f"largest error / bound of {name}: {ratio}, {describe(near.case)}")
+        say(console, f"largest error / bound of {name}: {ratio_text(near.ratio)}, {describe(near.case)}")
     if bag.nearest:
         near = max(bag.nearest.values(), key=lambda one: one.ratio)
         write_case(out / NEAREST, near.case)

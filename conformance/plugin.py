@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 RESULT_PROPERTY = "attnconform"
 SPOILT_EXIT_CODE = 87  # of a worker that ends itself after a case, so that a fresh one takes the rest
 SPOILT = pytest.StashKey[bool]()  # on an item: its case left the process unfit for others
-SKIPPED = "already-judged"  # in the engine's scratch folder: ids of cases that a resumed run has results of
+# in the engine's scratch folder: ids of cases that a resumed run has results of; cases of the backend's own domain
+SKIPPED, OWN_CASES = "already-judged", "own-cases.json"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,14 +46,14 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     from attnconform.conformance.selection import select_cases
 
     try:
-        cases = select_cases(
-            config.getoption("--attn-level"), config.getoption("--attn-select"), config.getoption("--attn-shard")
-        )
-        expected = load_expected(config)
         backend = load(config)
+        config.add_cleanup(backend.close)
+        own = own_domain_of(config, backend)
+        level, select = config.getoption("--attn-level"), config.getoption("--attn-select")
+        cases = select_cases(level, select, config.getoption("--attn-shard"), own)
+        expected = load_expected(config, own)
     except (ValueError, Unavailable) as error:
         raise pytest.UsageError(str(error)) from None
-    config.add_cleanup(backend.close)
     judged = already_judged(config)
     cases = [c for c in cases if c.id not in judged]
     for case in cases:
@@ -100,7 +101,19 @@ def already_judged(config: pytest.Config) -> set[str]:
     return set(path.read_text().split()) if scratch and path.exists() else set()
 
 
-def load_expected(config: pytest.Config) -> "dict[str, ExpectedFailure]":
+def own_domain_of(config: pytest.Config, backend: "Backend") -> "tuple[Case, ...]":
+    """Cases of the backend's own domain: as the engine made them, else made here."""
+    from attnconform.conformance.cases.structure import Case
+    from attnconform.conformance.selection import own_cases
+
+    scratch: str = config.getoption("--attn-hang-dir")
+    path = Path(scratch) / OWN_CASES
+    if scratch and path.exists():
+        return msgspec.json.decode(path.read_bytes(), type=tuple[Case, ...])
+    return own_cases(config.getoption("--attn-level"), config.getoption("--attn-select"), backend.capabilities)
+
+
+def load_expected(config: pytest.Config, own: "tuple[Case, ...]") -> "dict[str, ExpectedFailure]":
     """Failures that are known, by case id."""
     from attnconform.conformance.expectations import load_expectations
 
@@ -112,6 +125,7 @@ def load_expected(config: pytest.Config) -> "dict[str, ExpectedFailure]":
         level=config.getoption("--attn-level"),
         backend=config.getoption("--attn-backend"),
         device=config.getoption("--attn-device"),
+        own=own,
     )
 
 

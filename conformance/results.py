@@ -14,7 +14,7 @@ import torch
 
 import attnconform
 from attnconform.conformance.backend import Backend, Capabilities
-from attnconform.conformance.cases.structure import Case
+from attnconform.conformance.cases.structure import Case, is_own
 from attnconform.conformance.judge.verdict import NOT_RUN, CaseResult
 
 SCHEMA_VERSION = 1
@@ -77,6 +77,7 @@ class Verdict:
     failing: int  # an unexpected pass is among them
     unsupported: int
     expected: int = 0  # failures that the run's expectations name
+    own: int = 0  # of all that ran, cases of the backend's own domain
 
     @property
     def ran(self) -> int:
@@ -84,8 +85,14 @@ class Verdict:
 
     @property
     def declared_share(self) -> float:
-        """How much of the matrix the backend declares, 0 to 1."""
-        return self.ran / max(self.ran + self.unsupported, 1)
+        """How much of the common matrix the backend declares, 0 to 1."""
+        return (self.ran - self.own) / max(self.ran - self.own + self.unsupported, 1)
+
+    @property
+    def declared_text(self) -> str:
+        """What was asked of the backend: 4 of 568 cases of the common matrix, and 96 of its own domain."""
+        common = f"{self.ran - self.own} of {self.ran - self.own + self.unsupported} cases of the common matrix"
+        return f"{common} ({self.declared_share:.0%})" + (f", and {self.own} of its own domain" if self.own else "")
 
     @property
     def exit_code(self) -> int:
@@ -105,8 +112,10 @@ class Verdict:
 
 def verdict_of(results: Iterable[CaseResult]) -> Verdict:
     """Counts of a run's results."""
-    counted = Counter(standing(result) for result in results)
-    return Verdict(counted["conforming"], counted["failing"], counted["unsupported"], counted["expected"])
+    every = list(results)
+    counted = Counter(standing(result) for result in every)
+    own = sum(is_own(result.case_id) and result.state not in NOT_RUN for result in every)
+    return Verdict(counted["conforming"], counted["failing"], counted["unsupported"], counted["expected"], own)
 
 
 def standing(result: CaseResult) -> Literal["failing", "expected", "unsupported", "conforming"]:

@@ -17,7 +17,7 @@ from attnconform.conformance.report.summary import badge, summary_markdown
 from attnconform.conformance.report.terminal import make_progress, print_failures, print_matrix, print_verdict
 from attnconform.conformance.report.text import state_text
 from attnconform.conformance.results import encode_run, read_run, verdict_of
-from attnconform.conformance.selection import select_cases
+from attnconform.conformance.selection import own_cases, select_cases
 
 
 def judge_and_report(
@@ -47,10 +47,13 @@ def judge_and_report(
         resume=resume,
         expectations=expectations,
     )
-    cases = {c.id: c for c in select_cases(level, select, shard)}
+    loaded = load_backend(backend, device)  # a backend that does not load is said before anything is shown
+    loaded.close()
+    with console.status("cases of the backend's own domain"):
+        own = own_cases(level, select, loaded.capabilities)
+    cases = {c.id: c for c in select_cases(level, select, shard, own)}
     if expectations is not None:
-        load_expectations(expectations, level=level, backend=backend, device=device)
-    load_backend(backend, device).close()  # a backend that does not load is said before anything is shown
+        load_expectations(expectations, level=level, backend=backend, device=device, own=own)
     with make_progress(console) as bar:
         task = bar.add_task(f"judging {backend}", total=len(cases))
 

@@ -1,23 +1,38 @@
 """Which cases of a level a run takes."""
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from attnconform.conformance.backend import Capabilities
 from attnconform.conformance.cases.frozen import FROZEN_LEVELS
 from attnconform.conformance.cases.matrix import matrix
-from attnconform.conformance.cases.structure import Case
+from attnconform.conformance.cases.structure import OWN, Case, is_own
+
+SMOKE = ("L0", f"L0{OWN}")
 
 
-def select_cases(level: str, select: str = "", shard: str = "1/1") -> list[Case]:
-    """Cases of a level, by a text in their id or clauses, and by shard; every shard runs L0 again.
+def select_cases(level: str, select: str = "", shard: str = "1/1", own: Sequence[Case] = ()) -> list[Case]:
+    """Common cases of a level and those of a backend's own domain, by a text in their id or clauses, and by shard.
 
-    Raises ValueError for an unknown level, a shard that is not I/N, and a selection that keeps nothing.
+    Every shard runs L0 again. Raises ValueError for an unknown level, a shard that is not I/N, and a selection that
+    keeps nothing.
     """
     index, count = parse_shard(shard)
-    kept = [c for c in matrix(level) if matches(c, select) and (c.level == "L0" or in_shard(c, index, count))]
+    every = (*matrix(level), *own)
+    kept = [c for c in every if matches(c, select) and (c.level in SMOKE or in_shard(c, index, count))]
     if not kept:
-        raise ValueError(f"--select {select!r} keeps none of the {len(matrix(level))} cases of {level}")
+        raise ValueError(f"--select {select!r} keeps none of the {len(every)} cases of {level}")
     return kept
+
+
+def own_cases(level: str, select: str, capabilities: Capabilities) -> tuple[Case, ...]:
+    """The cases of a backend's own domain; none where the selection is the id of one common case, to spare the time.
+
+    Raises ValueError where the declaration names a number of a form that no case can have.
+    """
+    from attnconform.conformance.cases.declared import declared_cases  # needs the judge
+
+    return () if any(case.id == select for case in matrix(level)) else declared_cases(level, capabilities)
 
 
 def matches(case: Case, select: str) -> bool:
@@ -38,16 +53,20 @@ def in_shard(case: Case, index: int, count: int) -> bool:
     return zlib.crc32(case.id.encode()) % count == index
 
 
-def case_by_id(case_id: str, levels: Iterable[str] = ()) -> Case:
-    """The case of an id, from its own level where none is named. Raises ValueError where there is none."""
+def case_by_id(case_id: str, levels: Iterable[str] = (), capabilities: Capabilities | None = None) -> Case:
+    """The case of an id, from its own level where none is named; those of a backend's own domain by its declaration.
+
+    Raises ValueError where there is none.
+    """
     for level in levels or (level_of(case_id),):
-        for case in matrix(level):
+        own = own_cases(level, case_id, capabilities) if is_own(case_id) and capabilities is not None else ()
+        for case in (*matrix(level), *own):
             if case.id == case_id:
                 return case
-    raise ValueError(f"{case_id} is not the id of a case")
+    raise ValueError(f"{case_id} is not the id of a case" + (" of this backend's domain" if is_own(case_id) else ""))
 
 
 def level_of(case_id: str) -> str:
     """The lowest level that is run with the case: L1 for its own cases and those of L0."""
-    level = case_id.split(".")[0]
+    level = case_id.split(".")[0].removesuffix(OWN)
     return level if level in FROZEN_LEVELS else "L1"

@@ -26,9 +26,9 @@ GROUP = 16  # query heads of a KV head, at least
 def numerics_of(dtype: str, interpreted: bool) -> Numerics:
     """q is multiplied by the scale, both in the inputs' dtype; P and dS are rounded before their products."""
     name = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[dtype]
-    bits = {"float32": 23, "float16": 10, "bfloat16": 7}[dtype]  # one less: the scale is rounded too
+    bits = {"float32": 24, "float16": 11, "bfloat16": 8}[dtype]
     suffix = "" if interpreted else "-hopper"
-    return replace(NUMERICS_CLASSES[name + suffix], prescale="q", prescale_bits=bits, min_tile=16)
+    return replace(NUMERICS_CLASSES[name + suffix], prescale="q", prescale_bits=bits, factor_bits=bits, min_tile=16)
 
 
 class FlaNsa(PerRequest):

@@ -69,7 +69,7 @@ class WorstBackward:
         own = over.absolute(self.own_error + self.ds_rounding)
         from_row = np.abs(over.signed(self.grads.slope_weights)) + over.absolute(self.slope_weight_error)
         from_lse = np.abs(over.signed(self.grads.ds)) + over.absolute(np.abs(self.grads.ds) * self.recomputed_error)
-        return own + self.row_error * from_row + self.lse_error * from_lse
+        return (own + self.row_error * from_row + self.lse_error * from_lse) * self.weight_growth
 
     @cached_property
     def dk(self) -> Array:
@@ -109,6 +109,11 @@ class WorstBackward:
     def lse_error(self) -> Array:
         """Lw = expm1(lse_worst): the same factor for all keys of a row."""
         return np.expm1(np.minimum(self.forward.lse, LARGEST_EXPONENT))
+
+    @cached_property
+    def weight_growth(self) -> Array:
+        """1 + Lw where parts' lse is stored: the recomputed P that all else multiplies may be larger than P. [4.11]"""
+        return 1 + (self.numerics.u_part_lse > 0) * self.lse_error
 
     @cached_property
     def slope_error(self) -> Array:
@@ -157,6 +162,7 @@ class WorstBackward:
         x, c, g, f = self.softmax, self.numerics, self.grads, self.forward
         total = np.minimum(f.total_error, LARGEST_WEIGHT_ERROR)
         elementwise = self.out_rounding + f.accumulation * x.value_size + x.value_weights @ self.operands.largest_v
+        elementwise = elementwise + f.part_rounding
         factor = f.denominator_error + f.merge_error + c.l_from_p * sum_row(f.weight_rounding)
         moved = sum_row(x.weights * f.weight_error * g.out_share) / (1 - total)
         weights = sum_row(f.weight_rounding * np.abs(g.dp)) + moved
@@ -210,7 +216,7 @@ class WorstBackward:
         """tot: own, dD and Lw together."""
         grown = 1 + self.recomputed_error
         shared = self.slope_weights * grown * self.row_error + self.lse_error * np.abs(self.grads.ds) * grown
-        return self.own_error + shared
+        return (self.own_error + shared) * self.weight_growth
 
     @cached_property
     def ds_rounding(self) -> Array:

@@ -141,7 +141,7 @@ def emulate_forward(
         attend_split(block, arithmetic, schedule, scores, keys, with_sink=index == 0)
         for index, keys in enumerate(np.array_split(order, schedule.splits))
     ]
-    out, lse = parts[0] if len(parts) == 1 else merge_splits(parts, arithmetic)
+    out, lse = parts[0] if len(parts) == 1 else merge_splits(store_parts(parts, arithmetic), arithmetic)
     return EmulatedForward(store(out, numerics.out_dtype), store(lse, numerics.lse_dtype)[:, 0])
 
 
@@ -153,10 +153,12 @@ def emulate_scores(block: AttentionBlock, arithmetic: Arithmetic, rule: ScoreRul
     if c.prescale == "none":
         scores = arithmetic.compute(arithmetic.product(q, k.T) * scale)
     elif c.prescale == "q":
-        q = arithmetic.operand(arithmetic.compute(block.q * scale), c.prescale_bits)
+        factor = arithmetic.operand(np.asarray(scale), c.factor_bits)
+        q = arithmetic.operand(arithmetic.compute(block.q * factor), c.prescale_bits)
         scores = arithmetic.product(q, k.T)
     else:
-        q, k = (arithmetic.operand(arithmetic.compute(x * scale**0.5), c.prescale_bits) for x in (block.q, block.k))
+        factor = arithmetic.operand(np.asarray(scale**0.5), c.factor_bits)
+        q, k = (arithmetic.operand(arithmetic.compute(x * factor), c.prescale_bits) for x in (block.q, block.k))
         scores = arithmetic.product(q, k.T)
     scores = arithmetic.stored(scores, c.score_storage)
     if rule is not None:
@@ -204,6 +206,14 @@ def exponentiate(arithmetic: Arithmetic, x: Array, row_max: Array, *, exp2: bool
     log2_e = float(arithmetic.compute(np.asarray(np.log2(np.e))))
     fused = arithmetic.compute(x * log2_e - arithmetic.compute(row_max * log2_e))
     return arithmetic.exp(fused * np.log(2.0))
+
+
+def store_parts(parts: list[tuple[Array, Array]], arithmetic: Arithmetic) -> list[tuple[Array, Array]]:
+    """out and lse of each split as the merge reads them back."""
+    c = arithmetic.numerics
+    return [
+        (arithmetic.stored(out, c.partial_storage), arithmetic.stored(lse, c.partial_lse_storage)) for out, lse in parts
+    ]
 
 
 def merge_splits(parts: list[tuple[Array, Array]], arithmetic: Arithmetic) -> tuple[Array, Array]:

@@ -183,9 +183,10 @@ class ProbableForward:
 
     @cached_property
     def maximum_noise(self) -> Array:
-        """(1 + 3two) U z / sqrt 3: a maximum is rounded once for all keys that it is subtracted from."""
+        """(1 + 3two) U z / sqrt 3, and that of a part's stored lse: once for all keys that it is subtracted from."""
         c, x = self.numerics, self.softmax
-        return np.where(self.worst.is_flat, 0.0, c.u * (1 + 3 * c.merges) * x.score_size / np.sqrt(3)) * x.mask
+        rounded = np.where(self.worst.is_flat, 0.0, c.u * (1 + 3 * c.merges) * x.score_size)
+        return np.hypot(rounded, np.minimum(self.worst.part_lse_rounding, LARGEST_EXPONENT)) / np.sqrt(3) * x.mask
 
     @cached_property
     def rescale_noise(self) -> Array:
@@ -332,4 +333,14 @@ class ProbableForward:
             + x.value_weights @ self.operands.v_error
             + accumulation_drift(self.numerics, x.num_keys, len(x.k)) * self.partial_out
             + np.abs(x.out) * self.row_drift
+            + self.part_rounding
         )
+
+    @cached_property
+    def part_rounding(self) -> Array:
+        """O of few roundings, whole: parts sum to o, each off by no more than a partial sum of P (v - o). [4.11]"""
+        x, c = self.softmax, self.numerics
+        if not c.u_part:
+            return np.zeros_like(x.out)
+        sizes = np.abs(x.out) + c.num_splits * self.partial_deviation
+        return np.minimum(c.u_part * sizes + c.eta_part, self.worst.part_rounding)

@@ -16,7 +16,9 @@ from attnconform.conformance.bounds.block import Array, Mask
 from attnconform.conformance.bounds.numerics import Numerics
 from attnconform.conformance.bounds.rounding import (
     accumulation_error,
+    any_in_row,
     compound,
+    half_ulp,
     lse_rounding,
     output_rounding,
     storage_error,
@@ -40,13 +42,15 @@ class WorstForward:
 
     @cached_property
     def out(self) -> Array:
-        """B0 + h(|o| + B0)."""
-        return self.before_storage + output_rounding(self.numerics, np.abs(self.softmax.out) + self.before_storage)
+        """B0 + h(|o| + B0), infinite where a part may overflow the format that it is stored in."""
+        stored = output_rounding(self.numerics, np.abs(self.softmax.out) + self.before_storage)
+        return self.before_storage + stored + self.part_overflow
 
     @cached_property
     def lse(self) -> Array:
-        """Shift of the denominator, the logarithm, and lse's storage."""
-        return self.lse_shift + lse_arithmetic(self) + lse_rounding(self.numerics, self.softmax.lse)
+        """Shift of the denominator, the logarithm, and lse's storage; infinite where a part's lse may overflow."""
+        stored = lse_rounding(self.numerics, self.softmax.lse)
+        return self.lse_shift + lse_arithmetic(self) + stored + self.part_lse_overflow
 
     @cached_property
     def is_flat(self) -> Mask:
@@ -90,7 +94,35 @@ class WorstForward:
         rescales = (x.count_tiles(c) + 2 + c.merges) * c.exp_error + self.fused_rescale_error
         e = self.dot_error + self.score_rounding + self.rule_error + sizes + rescales
         flat = c.merges * (7 * c.u * x.row_size + 4 * c.exp_error)
-        return np.where(self.is_flat, flat, e) * x.mask
+        return (np.where(self.is_flat, flat, e) + self.part_lse_rounding) * x.mask
+
+    @cached_property
+    def part_lse_rounding(self) -> Array:
+        """hl(z): storage of a part's lse, which lies between the score of each of its keys and the row's lse. [4.11]"""
+        x, c = self.softmax, self.numerics
+        if not c.u_part_lse:
+            return np.zeros_like(x.scores)
+        return half_ulp(x.score_size, c.u_part_lse, c.eta_part_lse)
+
+    @cached_property
+    def part_rounding(self) -> Array:
+        """O: storage of each part's out: parts weigh 1 together, and none exceeds its own sum of P|v|. [4.11]"""
+        x, c = self.softmax, self.numerics
+        return (c.u_part > 0) * (c.u_part * x.value_size + c.eta_part)
+
+    @cached_property
+    def part_overflow(self) -> Array:
+        """Infinite where the out of some keys may be past the largest number that a part can be stored as."""
+        x, c = self.softmax, self.numerics
+        largest_out = np.abs(x.v).max(0, keepdims=True) * x.keep.max()
+        past = (c.u_part > 0) & (largest_out * (1 + self.total_error) >= c.largest_part)
+        return np.where(past, np.inf, self.part_lse_overflow)
+
+    @cached_property
+    def part_lse_overflow(self) -> Array:
+        """Infinite where the lse of some keys may be past that number: its part is then lost, or all others are."""
+        past = (self.numerics.u_part_lse > 0) & (self.softmax.score_size >= self.numerics.largest_part_lse)
+        return np.where(any_in_row(past), np.inf, 0.0)
 
     @cached_property
     def weight_error(self) -> Array:
@@ -156,9 +188,9 @@ class WorstForward:
         x, c, out = self.softmax, self.numerics, np.abs(self.softmax.out)
         stored = (self.weight_rounding * x.keep) @ np.abs(x.v) + c.l_from_p * out * sum_row(self.weight_rounding)
         sums = self.accumulation * x.value_size + out * (self.denominator_error + self.merge_error)
-        first_order = self.moved_weight + stored + x.value_weights @ self.operands.largest_v + sums
+        first_order = self.moved_weight + stored + x.value_weights @ self.operands.largest_v + sums + self.part_rounding
         relative = np.minimum(self.total_error, 1) + self.denominator_error + self.accumulation + self.merge_error
-        return first_order * (1 + c.worst_u_p + relative)
+        return first_order * (1 + c.worst_u_p + c.u_part + relative)
 
     @cached_property
     def lse_shift(self) -> Array:

@@ -53,6 +53,8 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
     score_storage: Storage = "none"  # unfused softmax: the score matrix
     dp_storage: Storage = "none"  # unfused softmax: dO.V^T
     d_storage: Storage = "none"  # D = dO.out
+    partial_storage: Storage = "none"  # out of each split, between its own attention and the merge
+    partial_lse_storage: Storage = "none"  # lse of each split, likewise
 
     # What happens to operands on the way into a product.
     operand_bits: int = 0  # q, k, v, dO: 11 for TF32, 21 for 3xTF32
@@ -60,6 +62,7 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
     scale_bits: int = 0  # of quantized caches: products of a scale with q, P, k or v are rounded to so many bits
     prescale: Prescale = "none"  # q times sm_scale (or sm_scale log2 e), or q and k times its root
     prescale_bits: int = 0  # to so many bits
+    factor_bits: int = 0  # of the factor itself, which is rounded before; 0: as precise as the sums
     truncates: bool = False  # operands, P and dS are cut instead of rounded
 
     # Sums.
@@ -91,8 +94,13 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, not one of {', '.join(choices)}")
         if self.prescale != "none" and not self.prescale_bits:
             raise ValueError(f"prescale is {self.prescale!r}, but prescale_bits is 0")
+        if self.prescale == "none" and self.factor_bits:
+            raise ValueError(f"factor_bits is {self.factor_bits}, but prescale is 'none': no factor")
         if self.p_scale <= 0 or math.frexp(self.p_scale)[0] != 0.5:
             raise ValueError(f"p_scale is {self.p_scale}, not a power of two")
+        for name in _OF_PARTS:
+            if getattr(self, name) != "none" and self.num_splits < 2:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, but num_splits is {self.num_splits}: no parts")
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}, less than {least}")
@@ -186,6 +194,30 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
         return self._u_stored(self.d_storage)
 
     @property
+    def u_part(self) -> float:
+        return self._u_stored(self.partial_storage)
+
+    @property
+    def eta_part(self) -> float:
+        return self._format(self.partial_storage).eta
+
+    @property
+    def largest_part(self) -> float:
+        return self._format(self.partial_storage).largest
+
+    @property
+    def u_part_lse(self) -> float:
+        return self._u_stored(self.partial_lse_storage)
+
+    @property
+    def eta_part_lse(self) -> float:
+        return self._format(self.partial_lse_storage).eta
+
+    @property
+    def largest_part_lse(self) -> float:
+        return self._format(self.partial_lse_storage).largest
+
+    @property
     def lse_dtype(self) -> OutDtype:
         return "float64" if self.out_dtype == "float64" else "float32"
 
@@ -198,7 +230,8 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
         return 0.0 if u <= self.u else u
 
 
-_STORED = ("p_storage", "ds_storage", "score_storage", "dp_storage", "d_storage")
+_OF_PARTS = ("partial_storage", "partial_lse_storage")
+_STORED = ("p_storage", "ds_storage", "score_storage", "dp_storage", "d_storage", *_OF_PARTS)
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "out_dtype": get_args(OutDtype),
     "prescale": get_args(Prescale),
@@ -211,6 +244,7 @@ _LEAST: dict[str, float] = {
     "kv_bits": 0,
     "scale_bits": 0,
     "prescale_bits": 0,
+    "factor_bits": 0,
     "extra_bits": 0,
     "products_per_step": 1,
     "min_tile": 1,

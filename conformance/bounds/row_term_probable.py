@@ -44,13 +44,13 @@ class ProbableRowTerm(ProbableTerm):
 
     @cached_property
     def variance(self) -> Array:
-        """V_D: out's rounding, P's rounding, logits, sums, denominator; storage of dP where D is summed from it."""
+        """V_D: rounding of out, its parts and P, logits, sums, denominator; storage of dP where D is summed from it."""
         x, c, g, f = self.softmax, self.numerics, self.grads, self.forward
         rounding = self.worst.out_rounding
         out_cells = Cells.from_keys(np.floor(x.out / (rounding / 2)))
         stored = f.weight_rounding * (np.abs(g.dp) + c.l_from_p * np.abs(g.row_dot))
         variance = (
-            sum_row(out_cells.sum_coherent(np.abs(g.do) * rounding)) / 3
+            sum_row(out_cells.sum_coherent(np.abs(g.do) * (rounding + f.part_rounding))) / 3
             + sum_row(f.weight_cells.sum_coherent(stored)) / 3
             + sum_row(f.logit_cells.sum_coherent(x.weights * f.noise * g.out_share))
             + self.moved_by_runs(f.maximum_noise, np.sqrt(f.num_maxima)) ** 2

@@ -29,6 +29,9 @@ from attnconform.conformance.bounds.rounding import (
 )
 from attnconform.conformance.bounds.row_term_probable import ProbableRowTerm, ProbableTerm
 
+# Past this growth of a row's recomputed P by a part's stored lse, first order says nothing. [4.11]
+LARGEST_GROWTH = 1.5
+
 
 @dataclass(frozen=True)
 class ProbableScoreGradient(ProbableTerm):
@@ -66,7 +69,7 @@ class ProbableScoreGradient(ProbableTerm):
     def is_invalid_row(self) -> Mask:
         """Rows where first order does not hold, here or in the forward."""
         unknown = (self.exponent > 1) & ~self.worst.vanishes
-        return ~self.forward.is_valid | any_in_row(unknown)
+        return ~self.forward.is_valid | any_in_row(unknown) | (self.worst.weight_growth > LARGEST_GROWTH)
 
     # All of it.
 

@@ -228,7 +228,10 @@ def compute_operands(x: Softmax, numerics: Numerics) -> Operands:
 
 
 def _scaled_changes(x: Array, factor: float, numerics: Numerics) -> list[Array]:
-    return [change / factor for change in operand_changes(x * factor, numerics.prescale_bits, numerics.truncates)]
+    """What x gains when it is multiplied by a factor, which may be rounded before, and the product rounded."""
+    used = factor + float(operand_changes(np.asarray(factor), numerics.factor_bits, False)[0])
+    rounded = operand_changes(x * used, numerics.prescale_bits, numerics.truncates)
+    return [(x * (used - factor) + change) / factor for change in rounded]
 
 
 def _fill(mask: Mask, x: Array | None, default: float) -> Array:

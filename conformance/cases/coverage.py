@@ -45,6 +45,16 @@ class OperationCoverage(msgspec.Struct, frozen=True, kw_only=True):
     triples: tuple[Covered, ...]
 
 
+class Spanned(msgspec.Struct, frozen=True, kw_only=True):
+    """How the combinations of declared values, those that a level promises of all values, are held."""
+
+    level: str  # of the cases of the backend's own domain, such as L1d
+    combinations: int  # that some row can hold
+    common: int  # held by a common case
+    given_up: int  # held by no case: few beside the others, or of which no row is a sound case that can fail
+    cases: int  # of the own domain
+
+
 class Coverage(msgspec.Struct, frozen=True, kw_only=True):
     """A level, by operation; and where a backend is named, what it leaves out."""
 
@@ -54,6 +64,7 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
     backend: str | None = None
     undeclared: int = 0  # cases
     left_out: tuple[LeftOut, ...] = ()
+    own: tuple[Spanned, ...] = ()
 
 
 def measure(level: str, cases: Sequence[Case], capabilities: Capabilities | None = None, backend: str = "") -> Coverage:
@@ -80,9 +91,16 @@ def undeclared_axes(case: Case, capabilities: Capabilities) -> dict[str, str]:
     outside = {axis: value for axis, value in case.axes.items() if not capabilities.declares(axis, value)}
     if case.operation == "backward" and not capabilities.has_backward:
         outside["operation"] = "backward"
+    elif case.operation == "backward" and is_quantized(case) and not capabilities.quantized_backward:
+        outside["operation"] = "backward over quantized caches"
     if case.structure.page_owner is not None and not capabilities.checks_owner:
         outside["page_owner"] = "given"
     return outside
+
+
+def is_quantized(case: Case) -> bool:
+    """Whether some cache of a case holds codes."""
+    return case.structure.k_quant is not None or case.structure.v_quant is not None
 
 
 def left_out_by(axis: str, outside: Sequence[tuple[Case, dict[str, str]]]) -> LeftOut:

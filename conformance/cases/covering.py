@@ -46,21 +46,28 @@ class Array:
         return {axis: values[0] for axis, values in self.axes.items() if len(values) == 1}
 
 
-def arrays(operation: str) -> Iterator[Array]:
-    """The arrays of an operation: core, one a feature, features together."""
-    axes = AXES[operation]
-    off: dict[str, tuple[str, ...]] = {axis: (value,) for axis, value in OPTIONAL_AXES.items() if axis in axes}
-    no_codes = {"values": tuple(v for v in axes["values"] if v != "code_edges")}
-    core = axes | off | no_codes
+def arrays(operation: str, axes: dict[str, tuple[str, ...]] | None = None) -> Iterator[Array]:
+    """The arrays of an operation: core, one a feature, features together; over all axis values or over those given."""
+    axes = AXES[operation] if axes is None else axes
+    off = features_off(axes)
+    core = axes | off
+    if "quant" in off:
+        core = core | {"values": tuple(v for v in axes["values"] if v != "code_edges")}
     free = [axis for axis, values in core.items() if len(values) > 1]
-    yield Array(core, (*combinations(free, 2), *TRIPLES[operation]))
+    triples = [names for names in TRIPLES[operation] if set(names) <= set(free)]
+    yield Array(core, (*combinations(free, 2), *triples) if len(free) > 1 else tuple((axis,) for axis in core))
     features = [axis for axis in off if len(axes[axis]) > 1]
     for feature in features:
         on = tuple(value for value in axes[feature] if value != OPTIONAL_AXES[feature])
         values = axes if feature == "quant" else core
         of_feature = axes | off | {"values": values["values"], feature: on}
-        yield Array(of_feature, tuple((feature, axis) for axis in free))
+        yield Array(of_feature, tuple((feature, axis) for axis in free) or ((feature,),))
     yield Array(axes, tuple(combinations(features, 2)))
+
+
+def features_off(axes: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """The features that may be off among these values, each with that value alone."""
+    return {axis: (value,) for axis, value in OPTIONAL_AXES.items() if value in axes.get(axis, ())}
 
 
 def covering_rows(operation: str) -> list[dict[str, str]]:

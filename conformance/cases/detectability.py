@@ -130,7 +130,7 @@ def leaves_traces(call: Call) -> bool:
     """Whether a call wrote where it must not, or took a path that is none of the declared ones."""
     changed = call.gradients.mutated if call.gradients is not None else ()
     forward = call.forward
-    return bool(forward.mutated or changed) or not forward.guards_intact or forward.path != "native"
+    return bool(forward.mutated or changed) or bool(forward.overruns) or forward.path != "native"
 
 
 class OfTheReference:

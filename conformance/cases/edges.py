@@ -15,10 +15,10 @@ NEAR = 7  # ids before the end among which the one of a list is: where a mask's 
 LONG = 2049  # keys of the one long request: past two splits of a thousand, and no multiple of any page or tile
 
 
-def build_wide_structure(row: Row, seed: int) -> Structure:
-    """The structure of a row of L2 or L3; every draw comes from the seed."""
+def build_wide_structure(row: Row, seed: int, *, lengths: Lengths | None = None) -> Structure:
+    """The structure of a row of L2 or L3; every draw comes from the seed. Lengths given stand for the row's."""
     draw = Draw(seed ^ EDGE_SEED)
-    structure = build_structure(plain_row(row), seed, lengths=edge_lengths(draw, row))
+    structure = build_structure(plain_row(row), seed, lengths=lengths or edge_lengths(draw, row))
     if structure.candidates is not None and row["counts"] != "half":
         lists = recounted(draw, row, structure)
         structure = msgspec.structs.replace(structure, candidates=lists)

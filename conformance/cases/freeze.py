@@ -45,11 +45,15 @@ def structure_seed(seed: int) -> int:
 
 def wide_case(level: str, operation: str, row: Row, seed: int) -> Case:
     """One row of L2 or L3 as a case."""
-    structure = build_wide_structure(row, structure_seed(seed))
+    return case_of_structure(level, operation, row, seed, build_wide_structure(row, structure_seed(seed)))
+
+
+def case_of_structure(level: str, operation: str, row: Row, seed: int, structure: Structure) -> Case:
+    """A row's case with the structure that was made of it."""
     clauses = clauses_of(operation, row, build_problem(structure))
     case = Case(
         id="",
-        level=level,  # type: ignore[arg-type]  # a frozen level
+        level=level,  # type: ignore[arg-type]  # one of the literal's
         operation=operation,  # type: ignore[arg-type]
         structure=structure,
         values=row["values"],  # type: ignore[arg-type]  # the axis holds the literal's values

@@ -42,6 +42,7 @@ Corruption = Literal[
     "nan_sm_scale", "nan_sink_logit", "inf_slope", "inf_bias", "zero_scale", "scale_shape", "q_head_dim", "kv_heads"
 ]  # fmt: skip
 SCALE_STREAM = 6
+OWN = "d"
 
 
 class CandidateStructure(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,7 +105,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """One entry of the matrix. The id names the content: a changed case has another id."""
 
     id: str
-    level: Literal["L0", "L1", "L2", "L3", "L4"]
+    level: Literal["L0", "L1", "L2", "L3", "L4", "L0d", "L1d", "L3d"]  # d: of a backend's own domain
     operation: Operation
     structure: Structure
     values: ValueKind
@@ -118,6 +119,11 @@ def case_digest(case: Case) -> str:
     """Eight hex digits of everything that decides the case's content."""
     content = (case.operation, case.structure, case.values, case.seed, case.refuses)
     return hashlib.sha256(msgspec.json.encode(content, order="deterministic")).hexdigest()[:8]
+
+
+def is_own(case_id: str) -> bool:
+    """Whether an id is of a case of a backend's own domain: its level ends in OWN."""
+    return case_id.split(".")[0].endswith(OWN)
 
 
 def named(case: Case, slug: str) -> Case:

@@ -15,10 +15,14 @@ def tile_steps(case: Case) -> int:
 
     One program a query row and KV head, its keys those that any head of the group attends, at least one step a split.
     """
-    structure = case.structure
+    return steps_of(case.structure, case.operation)
+
+
+def steps_of(structure: Structure, operation: str) -> int:
+    """Tile steps of one call of an operation on a structure."""
     tile, splits = structure.hints.tile_kv or DEFAULT_TILE, structure.hints.num_kv_splits or 1
     steps = int(np.maximum(-(-keys_by_program(structure) // tile), splits).sum())
-    return steps * (BACKWARD_CALLS if case.operation == "backward" else 1)
+    return steps * (BACKWARD_CALLS if operation == "backward" else 1)
 
 
 def keys_by_program(structure: Structure) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]":

@@ -4,6 +4,8 @@ Importing this package registers all of them.
 """
 
 from attnconform.conformance.deviations import (
+    addresses,
+    biases,
     blocks,
     coordinates,
     determinism,
@@ -25,6 +27,7 @@ from attnconform.conformance.deviations import (
     safety,
     scores,
     sets,
+    shapes,
     structures,
     variants,
 )
@@ -38,9 +41,9 @@ from attnconform.conformance.deviations.deviation import (
 )
 
 AREAS = (
-    sets, coordinates, masks, blocks, scores, empty, lse, merge, gqa, gradients, gradient_edges, safety, determinism,
-    precision, structures, variants, quantization, dropout, rotations, registered_rules, placement, rule_gradients,
-    lifecycle,
+    sets, coordinates, addresses, masks, blocks, scores, biases, empty, lse, merge, gqa, gradients, gradient_edges,
+    safety, determinism, precision, structures, variants, quantization, dropout, rotations, registered_rules, placement,
+    rule_gradients, lifecycle, shapes,
 )  # fmt: skip
 
 __all__ = ["AREAS", "DEVIATIONS", "FAULT_CLASSES", "VARIANTS", "Deviation", "FaultClass", "Variant"]

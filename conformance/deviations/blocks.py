@@ -33,6 +33,17 @@ class GoesDenseWhereAListCoversHalf(Steps):
         return Positions(np.arange(seqlen_kv)) if 2 * len(listed) >= seqlen_kv else listed
 
 
+@deviates(
+    "BLOCK-BIND", fault_class="B", report="no report: a dense kernel for short requests, under the sparse one's name"
+)
+class GoesDenseForShortRequests(Steps):
+    """A request of fewer than 24 keys is attended whole under its mask, whatever is listed."""
+
+    def candidates(self, problem: AttentionProblem, where: QueryRow, qo_head: int) -> Positions:
+        is_short = int(problem.seqlen_kv[where.request]) < 24
+        return super().candidates(replace(problem, candidates=None) if is_short else problem, where, qo_head)
+
+
 @deviates("BLOCK-MEMBER", fault_class="B", report="article 1, 1.2: S against U")
 class AdmitsTheWholePage(Steps):
     """Every committed token of a page that holds a candidate is attended."""

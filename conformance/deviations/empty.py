@@ -2,9 +2,13 @@
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 
+from attnconform.conformance.adapters.reference_steps import StepsBackend
+from attnconform.conformance.backend import Forward, Tensors
 from attnconform.conformance.deviations.deviation import deviates
+from attnconform.conformance.views import ProblemView
 from attnconform.reference.coordinates import BoolArray, FloatArray, Positions
 from attnconform.reference.errors import RefusedInput
 from attnconform.reference.problem import AttentionProblem, QueryRow
@@ -82,6 +86,49 @@ class GivesAnEmptyRowItsOwnToken(Steps):
         kept = super().effective(problem, where, qo_head)
         own = min(where.q_idx, int(problem.seqlen_kv[where.request]) - 1)
         return kept if len(kept) or own < 0 else Positions(np.array([own]))
+
+
+class FillsEmptyRows(Steps):
+    """The reference with the mean of V in the output of rows that see no key, and one hook: in which of them."""
+
+    def attend(
+        self, problem: AttentionProblem, where: QueryRow, qo_head: int, q: FloatArray, k: FloatArray, v: FloatArray
+    ) -> tuple[FloatArray, float]:
+        out, lse = super().attend(problem, where, qo_head, q, k, v)
+        committed = Positions(np.arange(int(problem.seqlen_kv[where.request])))
+        if len(self.effective(problem, where, qo_head)) or not len(committed) or not self.is_filled(problem):
+            return out, lse
+        kv_head = self.kv_head(problem, qo_head)
+        slots = self.head_slots(problem, self.slots(problem, where, committed), kv_head)
+        return self.values(problem, slots, kv_head, v).mean(axis=0), lse
+
+    def is_filled(self, problem: AttentionProblem) -> bool:
+        """Whether empty rows of this problem are filled."""
+        return True
+
+
+@deviates("EMPTY-OUT", fault_class="E", report="ONNX Runtime SparseAttention: the mean of V")
+class AveragesValuesOfAnEmptyRow(FillsEmptyRows):
+    """The output of a row that sees no key is the mean of the committed values, and its lse is right."""
+
+
+@deviates("EMPTY-OUT", fault_class="E", report="ONNX Runtime SparseAttention: the mean of V, from which no lse comes")
+class AveragesValuesOfAnEmptyRowWithoutAnLse(StepsBackend):
+    """The output of a row that sees no key is the mean of the committed values, and no lse is returned."""
+
+    steps = AveragesValuesOfAnEmptyRow()
+    capabilities = msgspec.structs.replace(StepsBackend.capabilities, returns_lse=False)
+
+    def forward(self, problem: ProblemView, tensors: Tensors) -> Forward:
+        return replace(super().forward(problem, tensors), lse=None)
+
+
+@deviates("EMPTY-OUT", fault_class="E", report="BR-07 ikawrakow/ik_llama.cpp#2344: empty rows with sinks on")
+class TakesASinkForAKeyOfAnEmptyRow(FillsEmptyRows):
+    """Rows without a key are told by an lse of -inf, so that one with a sink keeps the mean of the values."""
+
+    def is_filled(self, problem: AttentionProblem) -> bool:
+        return problem.sink_logits is not None
 
 
 class RewritesResults(Steps):

@@ -45,6 +45,117 @@ class FindsPlansWithoutTheirCandidates(StepsBackend):
         return super().forward(replace(problem, spec=stale), tensors)
 
 
+class FindsPlans(StepsBackend):
+    """The reference with one hook: what a problem takes from the first one that had its shapes."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device)
+        self.found: dict[object, AttentionProblem] = {}
+
+    def forward(self, problem: ProblemView, tensors: Tensors) -> Forward:
+        spec = problem.spec
+        shapes = (spec.qo_indptr.tobytes(), tensors.q.shape, tensors.k_cache.shape, tensors.q.dtype)
+        first = self.found.setdefault(shapes, spec)
+        return super().forward(replace(problem, spec=self.stale(spec, first)), tensors)
+
+    def stale(self, spec: AttentionProblem, first: AttentionProblem) -> AttentionProblem:
+        """The problem with what was planned for the first one."""
+        raise NotImplementedError
+
+
+@deviates("PLAN-REPLAN", fault_class="C", report="no report: a plan found under its lengths alone")
+class FindsPlansWithoutTheirPageTable(FindsPlans):
+    """A problem is looked up by its shapes, and the page table of the first one serves."""
+
+    def stale(self, spec: AttentionProblem, first: AttentionProblem) -> AttentionProblem:
+        if first.cache.page_table.shape != spec.cache.page_table.shape:
+            return spec
+        return replace(spec, cache=replace(spec.cache, page_table=first.cache.page_table))
+
+
+@deviates("PLAN-REPLAN", fault_class="C", report="BR-95 alibaba/rtp-llm#378: planned for earlier lengths")
+class FindsPlansWithoutTheirLengths(FindsPlans):
+    """A problem is looked up by its shapes, and attended to the length that the first one had."""
+
+    def stale(self, spec: AttentionProblem, first: AttentionProblem) -> AttentionProblem:
+        has_pages = (first.seqlen_kv <= spec.cache.page_table.shape[1] * spec.cache.page_size).all()
+        return replace(spec, seqlen_kv=first.seqlen_kv, cache=first.cache) if has_pages else spec
+
+
+@deviates("PLAN-REPLAN", fault_class="C", report="no report: the scale compiled in, and found again without it")
+class FindsPlansWithoutTheirScale(FindsPlans):
+    """A problem is looked up by its shapes, and scaled by what the first one was scaled by."""
+
+    def stale(self, spec: AttentionProblem, first: AttentionProblem) -> AttentionProblem:
+        return replace(spec, sm_scale=first.sm_scale)
+
+
+@deviates("PLAN-REPLAN", fault_class="C", report="no report: sink logits uploaded once")
+class FindsPlansWithoutTheirSinks(FindsPlans):
+    """A problem is looked up by its shapes, and the sink logits of the first one serve."""
+
+    def stale(self, spec: AttentionProblem, first: AttentionProblem) -> AttentionProblem:
+        return replace(spec, sink_logits=first.sink_logits if spec.sink_logits is not None else None)
+
+
+@deviates("PLAN-REPLAN", fault_class="C", report="no report: a seed captured with the graph")
+class FindsPlansWithoutTheirSeed(FindsPlans):
+    """A problem is looked up by its shapes, and drops the edges that the first one dropped."""
+
+    def stale(self, spec: AttentionProblem, first: AttentionProblem) -> AttentionProblem:
+        return replace(spec, dropout=first.dropout if spec.dropout is not None else None)
+
+
+@deviates("PLAN-REPLAN", fault_class="C", report="no report: a captured query offset")
+class FindsPlansWithoutTheirOffsets(FindsPlans):
+    """A problem is looked up by its shapes, and its queries stand where those of the first one stood."""
+
+    def stale(self, spec: AttentionProblem, first: AttentionProblem) -> AttentionProblem:
+        return replace(spec, q_offset=first.q_offset)
+
+
+@deviates("PLAN-REPLAN", fault_class="C", report="no report: an epilogue's numbers compiled in")
+class FindsPlansWithoutTheirGates(FindsPlans):
+    """A problem is looked up by its shapes, and gated as the first one was."""
+
+    def stale(self, spec: AttentionProblem, first: AttentionProblem) -> AttentionProblem:
+        return replace(spec, epilogue=first.epilogue)
+
+
+@deviates("PLAN-REPLAN", fault_class="C", report="no report: window and sink positions as constants of a kernel")
+class FindsPlansWithoutTheirLocalKeys(FindsPlans):
+    """A problem is looked up by its shapes, and has the window and the sink positions of the first one."""
+
+    def stale(self, spec: AttentionProblem, first: AttentionProblem) -> AttentionProblem:
+        lists, before = spec.candidates, first.candidates
+        if lists is None or before is None:
+            return spec
+        local = replace(lists, window=before.window, num_sink_tokens=before.num_sink_tokens)
+        return replace(spec, candidates=local)
+
+
+@deviates("PLAN-REPLAN", fault_class="Q", report="no report: a scale of codes read when the plan was made")
+class FindsPlansWithoutTheirCodeScales(FindsPlans):
+    """A problem is looked up by its shapes, and its codes are worth what those of the first one were."""
+
+    def stale(self, spec: AttentionProblem, first: AttentionProblem) -> AttentionProblem:
+        return replace(spec, k_quant=first.k_quant, v_quant=first.v_quant)
+
+
+@deviates("PLAN-REPLAN", fault_class="C", report="BR-101 pytorch/pytorch#185449: a key without what the code is for")
+class FindsPlansWithoutTheirDtype(StepsBackend):
+    """A problem is looked up by its shapes, and its output is rounded to the dtype of the first one."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device)
+        self.found: dict[object, torch.dtype] = {}
+
+    def store(self, tensors: Tensors, result: AttentionResult) -> None:
+        first = self.found.setdefault(tensors.q.shape, tensors.q.dtype)
+        out = torch.from_numpy(result.out).to(first).to(torch.float64).numpy()
+        super().store(tensors, replace(result, out=out))
+
+
 @deviates("PLAN-REPLAN", fault_class="C", report="BR-95 alibaba/rtp-llm#378: planned for earlier lengths")
 class KeepsTheLongestLengths(ReferencePlans):
     """Lengths only grow when a plan is made again, so that a shorter batch sees keys of the one before."""

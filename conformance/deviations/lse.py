@@ -6,7 +6,8 @@ import numpy as np
 
 from attnconform.conformance.deviations.deviation import deviates
 from attnconform.reference.coordinates import FloatArray
-from attnconform.reference.problem import AttentionProblem
+from attnconform.reference.problem import AttentionProblem, QueryRow
+from attnconform.reference.rules import SoftCap
 from attnconform.reference.states import PartialState, add_sink, finish
 from attnconform.reference.steps import Steps
 
@@ -159,3 +160,78 @@ class ForgetsTheSinkOfAnEmptyRow(AddsTheSink):
         self, problem: AttentionProblem, qo_head: int, state: PartialState, sink: float
     ) -> tuple[FloatArray, float]:
         return finish(add_sink(state, sink) if state.l else state)
+
+
+@deviates("LSE-SINK", fault_class="L", report="no report: a power of two of a sink that log2 e was not multiplied into")
+class RaisesTwoToTheSink(AddsTheSink):
+    """The sink joins the denominator as a power of two, and the scores as powers of e."""
+
+    def with_sink(
+        self, problem: AttentionProblem, qo_head: int, state: PartialState, sink: float
+    ) -> tuple[FloatArray, float]:
+        return finish(add_sink(state, float(np.log(2.0)) * sink))
+
+
+@deviates("LSE-SINK", fault_class="A", report="no report: a sink that stands among the scores before their rules")
+class CapsTheSink(AddsTheSink):
+    """The sink logit goes through the soft cap, as the scores do."""
+
+    def with_sink(
+        self, problem: AttentionProblem, qo_head: int, state: PartialState, sink: float
+    ) -> tuple[FloatArray, float]:
+        for rule in problem.score_rules:
+            sink = rule.cap * float(np.tanh(sink / rule.cap)) if isinstance(rule, SoftCap) else sink
+        return finish(add_sink(state, sink))
+
+
+@deviates("LSE-SINK", fault_class="G", report="no report: the head's place in its group where its number is meant")
+class TakesTheSinkOfTheHeadInsideItsGroup(AddsTheSink):
+    """The sink logit is that of the head's place within its group."""
+
+    def with_sink(
+        self, problem: AttentionProblem, qo_head: int, state: PartialState, sink: float
+    ) -> tuple[FloatArray, float]:
+        assert problem.sink_logits is not None
+        return finish(add_sink(state, float(problem.sink_logits[qo_head % problem.group_size])))
+
+
+@deviates("LSE-SINK", fault_class="S", report="BR-32 ROCm/rocm-libraries#12227: twice, where split 0 has no work")
+class AddsTheSinkAgainAfterAnEmptySplit(AddsTheSink):
+    """The sink counts twice in a row that sees keys in the second half of its request alone."""
+
+    def attend(
+        self, problem: AttentionProblem, where: QueryRow, qo_head: int, q: FloatArray, k: FloatArray, v: FloatArray
+    ) -> tuple[FloatArray, float]:
+        positions = self.effective(problem, where, qo_head).values
+        self.is_first_half_empty = bool((2 * positions >= int(problem.seqlen_kv[where.request])).all())
+        return super().attend(problem, where, qo_head, q, k, v)
+
+    def with_sink(
+        self, problem: AttentionProblem, qo_head: int, state: PartialState, sink: float
+    ) -> tuple[FloatArray, float]:
+        is_again = self.is_first_half_empty and state.l > 0
+        return finish(add_sink(add_sink(state, sink) if is_again else state, sink))
+
+
+@deviates("LSE-SINK", fault_class="E", report="BR-07 ikawrakow/ik_llama.cpp#2344: NaN of empty rows with sinks on")
+class SubtractsTheMaximumOfAnEmptyRowFromItsSink(AddsTheSink):
+    """The sink of a row that sees no key is exp(sink - -inf): the output is 0, and lse is NaN."""
+
+    def with_sink(
+        self, problem: AttentionProblem, qo_head: int, state: PartialState, sink: float
+    ) -> tuple[FloatArray, float]:
+        out, lse = finish(add_sink(state, sink))
+        return out, lse if state.l else np.nan
+
+
+@deviates(
+    "LSE-SINK", fault_class="E", report="article 1, 3.2: log of the sum without the maximum, where the sink is it"
+)
+class LeavesTheSinkOutOfTheLseOfAnEmptyRow(AddsTheSink):
+    """The lse of a row that sees no key is the logarithm of its one weight, 0, without the sink that is its maximum."""
+
+    def with_sink(
+        self, problem: AttentionProblem, qo_head: int, state: PartialState, sink: float
+    ) -> tuple[FloatArray, float]:
+        out, lse = finish(add_sink(state, sink))
+        return out, lse if state.l else 0.0

@@ -9,7 +9,7 @@ import numpy as np
 
 from attnconform.conformance.deviations.deviation import deviates
 from attnconform.conformance.deviations.masks import exp_in_float32_range
-from attnconform.reference.coordinates import FloatArray
+from attnconform.reference.coordinates import BoolArray, FloatArray, Positions
 from attnconform.reference.problem import AttentionProblem, QueryRow
 from attnconform.reference.states import PartialState, add_sink, empty_state, finish, merge, merge_all
 from attnconform.reference.steps import Steps
@@ -250,3 +250,106 @@ class AddsTheSinkToEverySplitWithWork(InPieces):
         for _ in range(self.with_work):
             state = add_sink(state, float(problem.sink_logits[qo_head]))
         return finish(state)
+
+
+class SplitsBeforeTheMask(Steps):
+    """The reference with one hook: states of pieces that were laid over a row's list before masked keys left it."""
+
+    count: ClassVar[int] = 3
+
+    def attend(
+        self, problem: AttentionProblem, where: QueryRow, qo_head: int, q: FloatArray, k: FloatArray, v: FloatArray
+    ) -> tuple[FloatArray, float]:
+        listed, kept = self.candidates(problem, where, qo_head), self.effective(problem, where, qo_head)
+        states = []
+        for piece in self.cuts(len(listed), len(kept)):
+            part = Positions(listed.values[piece])
+            is_kept = np.isin(part.values, kept.values)
+            scores, values = self.load(problem, where, qo_head, part, q, k, v)
+            states.append(self.of_piece(scores, values, is_kept))
+        return self.finish(problem, qo_head, self.merge(states, v.shape[2]))
+
+    def cuts(self, num_listed: int, num_kept: int) -> list[slice]:
+        """Pieces of the list."""
+        return pieces(num_listed, self.count)
+
+    def of_piece(self, scores: FloatArray, values: FloatArray, is_kept: BoolArray) -> PartialState:
+        """The state of a piece."""
+        return self.state(scores[is_kept], values[is_kept])
+
+
+@deviates("MERGE-SPLIT", fault_class="S", report="no report: split starts by a list's width, lengths by what is valid")
+class CutsByTheWidthAndFillsByTheCount(SplitsBeforeTheMask):
+    """Pieces start at equal parts of the list, and are as long as if only unmasked keys were divided."""
+
+    def cuts(self, num_listed: int, num_kept: int) -> list[slice]:
+        length = -(-num_kept // self.count)
+        return [slice(p.start, min(p.start + length, p.stop)) for p in pieces(num_listed, self.count)]
+
+
+@deviates("MERGE-SPLIT", fault_class="S", report="BR-31 flashinfer-ai/flashinfer#4972: splits of whole tiles alone")
+class DropsALastSplitThatIsNotFull(SplitsBeforeTheMask):
+    """Pieces are 16 listed keys long, and a last one that is shorter is dropped where there is another."""
+
+    def cuts(self, num_listed: int, num_kept: int) -> list[slice]:
+        return [slice(start, start + 16) for start in range(0, num_listed - 15, 16)] or [slice(0, num_listed)]
+
+
+@deviates("MERGE-EMPTY", fault_class="E", report="no report: exp(-inf - -inf) guarded to exp(0)")
+class CountsTheLanesOfAMaskedSplit(SplitsBeforeTheMask):
+    """In a piece that is masked whole every key has a score of 0."""
+
+    def of_piece(self, scores: FloatArray, values: FloatArray, is_kept: BoolArray) -> PartialState:
+        if is_kept.any() or not len(scores):
+            return super().of_piece(scores, values, is_kept)
+        return self.state(np.zeros(len(scores)), values)
+
+
+@deviates("MERGE-EMPTY", fault_class="E", report="BR-02 flashinfer-ai/flashinfer#4051: a split that is masked whole")
+class LeavesNanInAMaskedSplit(SplitsBeforeTheMask):
+    """A piece that has listed keys and no unmasked one ends in exp(-inf - -inf)."""
+
+    def of_piece(self, scores: FloatArray, values: FloatArray, is_kept: BoolArray) -> PartialState:
+        if is_kept.any() or not len(scores):
+            return super().of_piece(scores, values, is_kept)
+        return PartialState(-np.inf, np.nan, np.full(values.shape[1], np.nan))
+
+    def merge(self, states: list[PartialState], head_dim_vo: int) -> PartialState:
+        right = super().merge(states, head_dim_vo)
+        return replace(right, l=np.nan) if any(np.isnan(s.l) for s in states) else right
+
+
+class MergesByOutput(InPieces):
+    """The reference in eight pieces, merged as outputs by weights, with a number for the lse of an empty piece."""
+
+    count = 8
+    sentinel: ClassVar[float]
+
+    def merge(self, states: list[PartialState], head_dim_vo: int) -> PartialState:
+        finished = [finish(s) if s.l else (self.of_nothing(head_dim_vo), self.sentinel) for s in states]
+        return merge_all([from_output(out, lse) for out, lse in finished], head_dim_vo)
+
+    def of_nothing(self, head_dim_vo: int) -> FloatArray:
+        """The output of a piece without keys."""
+        return np.zeros(head_dim_vo)
+
+
+@deviates("MERGE-EMPTY", fault_class="Z", report="no report: a far lse stands for none, and comes back as one")
+class MergesFarNumbersForEmptyPieces(MergesByOutput):
+    """The lse of a piece without keys is -1e30, so that a row without keys has a finite one."""
+
+    sentinel = -1e30
+
+
+@deviates("MERGE-EMPTY", fault_class="E", report="no report: two empty pieces share the weight of what they hold")
+class AveragesWhatEmptyPiecesHold(MergesByOutput):
+    """Two pieces without keys weigh one half each of what their memory held, where no piece has a key."""
+
+    sentinel = -1e30
+
+    def of_nothing(self, head_dim_vo: int) -> FloatArray:
+        return np.ones(head_dim_vo)
+
+    def finish(self, problem: AttentionProblem, qo_head: int, state: PartialState) -> tuple[FloatArray, float]:
+        out, lse = super().finish(problem, qo_head, state)
+        return out, -np.inf if lse < -1e29 else lse

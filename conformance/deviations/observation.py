@@ -42,7 +42,7 @@ class Call:
     def equals(self, other: "Call") -> bool:
         """Whether both gave the same bits, took the same path and left the same traces."""
         a, b = self.forward, other.forward
-        traces = [(x.mutated, x.guards_intact, x.path) for x in (a, b)]
+        traces = [(x.mutated, x.overruns, x.path) for x in (a, b)]
         if traces[0] != traces[1] or not same_outputs(a, b):
             return False
         if self.gradients is None or other.gradients is None:
@@ -69,7 +69,7 @@ def trial_of(case: Case, backend: Backend) -> Trial:
     trial.usage, trial.usage_probable, trial.rewritten = {}, {}, set()  # what a backend showed is its own
     trial.paths, trial.growth = [], []
     trial.backend, trial.problem = backend, build_problem(case.structure)
-    trial.view = ProblemView(trial.problem, case.structure.hints, backend.device)
+    trial.view = ProblemView(trial.problem, case.structure.hints, backend.device, case.structure.interleaved)
     return trial
 
 

@@ -12,12 +12,13 @@ from attnconform.conformance.adapters.reference_steps import StepsBackend
 from attnconform.conformance.backend import Forward, Tensors
 from attnconform.conformance.bounds.numerics import NUMERICS_CLASSES
 from attnconform.conformance.deviations.deviation import deviates
+from attnconform.conformance.deviations.merge import InPieces, from_output
 from attnconform.conformance.views import ProblemView
 from attnconform.reference.attention import check_tensors
 from attnconform.reference.coordinates import FloatArray, IntArray, Positions
 from attnconform.reference.problem import AttentionProblem, QueryRow
 from attnconform.reference.rules import SoftCap
-from attnconform.reference.states import PartialState
+from attnconform.reference.states import PartialState, finish
 from attnconform.reference.steps import AttentionResult, Steps
 
 FAST_TANH_ERROR = 2.0**-11  # what the hardware's approximate tanh gives
@@ -201,6 +202,42 @@ class StoresTheOutputThroughFp16(StepsBackend):
 
     def store(self, tensors: Tensors, result: AttentionResult) -> None:
         super().store(tensors, replace(result, out=rounded(result.out, np.float16)))
+
+
+class StoresParts(InPieces):
+    """The reference in three pieces a row, with one hook: what becomes of out and lse of each before the merge."""
+
+    def merge(self, states: list[PartialState], head_dim_vo: int) -> PartialState:
+        stored = [from_output(*self.stored(*finish(state))) for state in states]
+        return super().merge(stored, head_dim_vo)
+
+    def stored(self, out: FloatArray, lse: float) -> tuple[FloatArray, float]:
+        """Both as the merge reads them back."""
+        raise NotImplementedError
+
+
+class PartsOutInBf16(StoresParts):
+    """Each piece's out is rounded to bf16 before the merge."""
+
+    def stored(self, out: FloatArray, lse: float) -> tuple[FloatArray, float]:
+        return rounded(out, ml_dtypes.bfloat16), lse
+
+
+class PartsLseInBf16(StoresParts):
+    """Each piece's lse is rounded to bf16 before the merge."""
+
+    def stored(self, out: FloatArray, lse: float) -> tuple[FloatArray, float]:
+        return out, float(rounded(np.array(lse), ml_dtypes.bfloat16))
+
+
+@deviates("BOUND-OUT", fault_class="Q", report="no report: the out of each split in the dtype of inputs, undeclared")
+class StoresOutOfPartsInBf16(PartsOutInBf16):
+    """The out of each split is rounded to bf16 before the merge, and float32 is declared."""
+
+
+@deviates("BOUND-LSE", fault_class="Q", report="no report: the lse of each split in the dtype of inputs, undeclared")
+class StoresLseOfPartsInBf16(PartsLseInBf16):
+    """The lse of each split is rounded to bf16 before the merge, and float32 is declared."""
 
 
 @deviates("BOUND-LSE", fault_class="Q", report="no report: lse in the dtype of out")

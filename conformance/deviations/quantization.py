@@ -7,10 +7,12 @@ import numpy as np
 from attnconform.conformance.deviations.deviation import deviates
 from attnconform.conformance.deviations.gradients import BackwardCall, ChangesGradients
 from attnconform.reference.coordinates import FloatArray, IntArray, Positions
-from attnconform.reference.problem import AttentionProblem
+from attnconform.reference.problem import AttentionProblem, QueryRow
 from attnconform.reference.quantization import Quantization, dequantize
 from attnconform.reference.results import Gradients
 from attnconform.reference.steps import Steps
+
+ZERO_POINT = 128.0
 
 
 class ReadsCodes(Steps):
@@ -92,6 +94,69 @@ class SaturatesAtTheLargestPositiveCode(ReadsCodes):
         return super().numbers(problem, quant, slots, kv_head, np.clip(cache, -largest, largest))
 
 
+@deviates("QUANT-VALUE", fault_class="Q", report="no report: an 8-bit cache that is declared unsigned")
+class ReadsSignedCodesAsUnsigned(ReadsCodes):
+    """int8 codes below 0 are 256 too large."""
+
+    def numbers(
+        self, problem: AttentionProblem, quant: Quantization, slots: IntArray, kv_head: int, cache: FloatArray
+    ) -> FloatArray:
+        return super().numbers(problem, quant, slots, kv_head, unsigned(cache) if quant.format == "int8" else cache)
+
+
+@deviates("QUANT-VALUE", fault_class="Q", report="no report: codes without a zero point read as codes that have one")
+class SubtractsAZeroPoint(ReadsCodes):
+    """int8 codes are read as unsigned ones around a zero point of 128."""
+
+    def numbers(
+        self, problem: AttentionProblem, quant: Quantization, slots: IntArray, kv_head: int, cache: FloatArray
+    ) -> FloatArray:
+        codes = unsigned(cache) - ZERO_POINT if quant.format == "int8" else cache
+        return super().numbers(problem, quant, slots, kv_head, codes)
+
+
+def unsigned(codes: FloatArray) -> FloatArray:
+    """The bytes of int8 codes as numbers from 0 to 255."""
+    return np.where(codes < 0, codes + 2 * ZERO_POINT, codes)
+
+
+@deviates("QUANT-VALUE", fault_class="Q", report="no report: e4m3 with and without a negative zero have other biases")
+class ReadsAnotherE4m3(ReadsCodes):
+    """e4m3 codes are read with an exponent bias one larger, which halves every number."""
+
+    def numbers(
+        self, problem: AttentionProblem, quant: Quantization, slots: IntArray, kv_head: int, cache: FloatArray
+    ) -> FloatArray:
+        return super().numbers(problem, quant, slots, kv_head, cache / 2 if quant.format == "float8_e4m3" else cache)
+
+
+@deviates("QUANT-VALUE", fault_class="Q", report="no report: scales stored as exponents alone")
+class RoundsScalesToPowersOfTwo(ReadsCodes):
+    """A scale is rounded to the nearest power of two."""
+
+    def scales(self, problem: AttentionProblem, quant: Quantization, slots: IntArray, kv_head: int) -> FloatArray:
+        return np.asarray(np.exp2(np.rint(np.log2(super().scales(problem, quant, slots, kv_head)))))
+
+
+@deviates("QUANT-VALUE", fault_class="A", report="no report: a scale of K moved behind a soft cap or a bias")
+class ScalesKeysAfterTheRules(Steps):
+    """Score rules see dot products of codes, and what comes out of them is multiplied by K's scale."""
+
+    def key_numbers(self, problem: AttentionProblem, slots: IntArray, kv_head: int, k: FloatArray) -> FloatArray:
+        self.k_scales: FloatArray | float = 1.0
+        quant = problem.k_quant
+        if quant is None or quant.granularity == "channel":  # channels lie inside the product
+            return super().key_numbers(problem, slots, kv_head, k)
+        self.k_scales = quant.scales_at(slots, kv_head, page_size=problem.cache.page_size)[:, 0]
+        return k[slots, kv_head]
+
+    def scores(
+        self, problem: AttentionProblem, where: QueryRow, qo_head: int, positions: Positions, dot: FloatArray
+    ) -> tuple[FloatArray, FloatArray]:
+        scores, slope = super().scores(problem, where, qo_head, positions, dot)
+        return scores * self.k_scales, slope * self.k_scales
+
+
 @deviates("QUANT-GRANULARITY", fault_class="T", report="article 1, 7.2: page scales follow the physical page")
 class ReadsPageScalesOfTheNextPage(ReadsCodes):
     """A page's scale is looked up one page off."""
@@ -130,6 +195,56 @@ class TakesTheFirstChannelsScale(ReadsCodes):
         return super().scales(problem, quant, slots, kv_head)[:, :1]
 
 
+@deviates(
+    "QUANT-GRANULARITY", fault_class="A", report="BR-107 vllm-project/vllm#51363: descales of a finer kind dropped"
+)
+class TakesOneScaleForTheTensor(ReadsCodes):
+    """The first scale serves the whole cache, whatever scales belong to."""
+
+    def scales(self, problem: AttentionProblem, quant: Quantization, slots: IntArray, kv_head: int) -> FloatArray:
+        return np.full_like(super().scales(problem, quant, slots, kv_head), quant.scale.flat[0])
+
+
+@deviates("QUANT-GRANULARITY", fault_class="T", report="no report: a stride of 0 along the pages of a scale tensor")
+class TakesTheScaleOfTheFirstPage(ReadsCodes):
+    """Every page uses the scale of page 0."""
+
+    def scales(self, problem: AttentionProblem, quant: Quantization, slots: IntArray, kv_head: int) -> FloatArray:
+        own = quant.granularity != "page"
+        return super().scales(problem, quant, slots if own else np.zeros_like(slots), kv_head)
+
+
+@deviates("QUANT-GRANULARITY", fault_class="T", report="no report: a slot where its page is meant")
+class ReadsPageScalesBySlot(ReadsCodes):
+    """The number of a slot is used as the index of its page's scale, and wraps around."""
+
+    def scales(self, problem: AttentionProblem, quant: Quantization, slots: IntArray, kv_head: int) -> FloatArray:
+        if quant.granularity != "page":
+            return super().scales(problem, quant, slots, kv_head)
+        return quant.scale[slots % problem.cache.num_pages, kv_head][:, None]
+
+
+@deviates("QUANT-GRANULARITY", fault_class="T", report="no report: a page where a slot is meant")
+class ReadsTokenScalesByPage(ReadsCodes):
+    """The number of a page is used as the index of its tokens' scales."""
+
+    def scales(self, problem: AttentionProblem, quant: Quantization, slots: IntArray, kv_head: int) -> FloatArray:
+        own = quant.granularity != "token"
+        return super().scales(problem, quant, slots if own else slots // problem.cache.page_size, kv_head)
+
+
+@deviates("QUANT-GRANULARITY", fault_class="G", report="BR-107 vllm-project/vllm#51363: per-head descales")
+class ReadsScalesByTheQueryHead(ReadsCodes):
+    """The scale is that of the KV head with the query head's number, modulo their count."""
+
+    def kv_head(self, problem: AttentionProblem, qo_head: int) -> int:
+        self.qo_head = qo_head
+        return super().kv_head(problem, qo_head)
+
+    def scales(self, problem: AttentionProblem, quant: Quantization, slots: IntArray, kv_head: int) -> FloatArray:
+        return super().scales(problem, quant, slots, self.qo_head % problem.num_kv_heads)
+
+
 @deviates("QUANT-GRANULARITY", fault_class="T", report="article 1, 7.2: logical page for physical page")
 class ReadsPageScalesByLogicalPage(ReadsCodes):
     """Scales of K are looked up by the logical page of a key."""
@@ -155,6 +270,35 @@ class UsesTheKeysScalesForValues(Steps):
         if k_quant is None or v_quant is None or problem.head_dim_qk != problem.head_dim_vo:
             return super().values(problem, slots, kv_head, v)
         return dequantize(v[slots, kv_head], k_quant, slots, kv_head, page_size=problem.cache.page_size)
+
+
+@deviates("QUANT-APART", fault_class="A", report="article 1, 7.2: K and V may have different formats")
+class UsesTheValuesScalesForKeys(Steps):
+    """K is dequantized with the scales of V where those fit."""
+
+    def key_numbers(self, problem: AttentionProblem, slots: IntArray, kv_head: int, k: FloatArray) -> FloatArray:
+        k_quant, v_quant = problem.k_quant, problem.v_quant
+        if k_quant is None or v_quant is None or problem.head_dim_qk != problem.head_dim_vo:
+            return super().key_numbers(problem, slots, kv_head, k)
+        return dequantize(k[slots, kv_head], v_quant, slots, kv_head, page_size=problem.cache.page_size)
+
+
+@deviates("QUANT-APART", fault_class="A", report="no report: a cache of codes taken for a pair of them")
+class ScalesPlainValuesByTheKeysScales(Steps):
+    """V is multiplied by the scales of K where K alone is quantized."""
+
+    def values(self, problem: AttentionProblem, slots: IntArray, kv_head: int, v: FloatArray) -> FloatArray:
+        both = problem if problem.v_quant is not None else replace(problem, v_quant=problem.k_quant)
+        return super().values(both, slots, kv_head, v)
+
+
+@deviates("QUANT-APART", fault_class="A", report="no report: a cache of codes taken for a pair of them, the other way")
+class ScalesPlainKeysByTheValuesScales(Steps):
+    """K is multiplied by the scales of V where V alone is quantized."""
+
+    def key_numbers(self, problem: AttentionProblem, slots: IntArray, kv_head: int, k: FloatArray) -> FloatArray:
+        both = problem if problem.k_quant is not None else replace(problem, k_quant=problem.v_quant)
+        return super().key_numbers(both, slots, kv_head, k)
 
 
 @deviates("QUANT-APART", fault_class="A", report="no report: one flag for both caches")

@@ -1,13 +1,17 @@
 """Mistakes about which positions a list stands for: duplicates, holes, order, window, sink positions. [SET]"""
 
+from bisect import bisect_left
 from dataclasses import replace
 
 import numpy as np
 
 from attnconform.conformance.deviations.deviation import deviates
+from attnconform.conformance.deviations.masks import ReadsRules
 from attnconform.reference.candidates import HOLE, candidate_set, expand_entries, sink_positions, window_positions
-from attnconform.reference.coordinates import IntArray, Positions
+from attnconform.reference.coordinates import BoolArray, IntArray, Positions
 from attnconform.reference.problem import AttentionProblem, QueryRow
+from attnconform.reference.rule_values import mask_allows
+from attnconform.reference.rules import Causal, HeadWindow, MaskRule, Window
 from attnconform.reference.steps import Steps
 
 CAPACITY = 32  # entries that a truncating kernel has room for; the matrix has longer lists
@@ -134,6 +138,17 @@ class StopsWhereTheListDescends(ReadsEntries):
         return np.asarray(listed[: descends[0] + 1] if descends.size else listed)
 
 
+@deviates("SET-ORDER", fault_class="K", report="flashinfer-ai/flashinfer#5083: sorted lists assumed")
+class SearchesAnUnsortedList(ReadsEntries):
+    """Whether a position is listed is decided by bisection, which misses entries of a list that is not sorted."""
+
+    def change(self, entries: IntArray, last_entry: int) -> IntArray:
+        listed = entries[entries != HOLE].tolist()
+        found = (bisect_left(listed, entry) for entry in listed)
+        is_found = [i < len(listed) and listed[i] == entry for i, entry in zip(found, listed, strict=True)]
+        return np.array(listed, dtype=np.int64)[np.array(is_found, dtype=bool)]
+
+
 @deviates("SET-IDENTITY", fault_class="K", report="article 1, 1.2: an interval stands for a list")
 class TakesTheRangeOfTheList(ReadsEntries):
     """Everything between the smallest and the largest listed position is attended."""
@@ -201,6 +216,38 @@ class CountsTheOverlapOfWindowAndListTwice(JoinsLists):
 
     def join(self, dynamic: IntArray, local: IntArray, sinks: IntArray) -> IntArray:
         return np.concatenate([np.union1d(dynamic, sinks), local])
+
+
+@deviates("SET-UNION", fault_class="K", report="article 1, 1.1: routes that overlap are attended one after the other")
+class CountsTheOverlapOfSinksAndListTwice(JoinsLists):
+    """A sink position that is also listed or in the window is attended twice."""
+
+    def join(self, dynamic: IntArray, local: IntArray, sinks: IntArray) -> IntArray:
+        return np.concatenate([np.union1d(dynamic, local), sinks])
+
+
+@deviates("SET-UNION", fault_class="K", report="StreamingLLM: sink tokens and a window that has not left them yet")
+class CountsTheOverlapOfWindowAndSinksTwice(JoinsLists):
+    """A sink position that the window still holds is attended twice; listed ones are told apart."""
+
+    def join(self, dynamic: IntArray, local: IntArray, sinks: IntArray) -> IntArray:
+        return np.concatenate([np.setdiff1d(dynamic, np.union1d(local, sinks)), local, sinks])
+
+
+@deviates("SET-UNION", fault_class="K", report="no report: each of two routes leaves a shared key to the other")
+class DropsTheOverlapOfWindowAndList(JoinsLists):
+    """A position that is both listed and in the window is attended by neither route."""
+
+    def join(self, dynamic: IntArray, local: IntArray, sinks: IntArray) -> IntArray:
+        return np.union1d(np.setxor1d(dynamic, local), sinks)
+
+
+@deviates("SET-UNION", fault_class="K", report="no report: each of two routes leaves a shared key to the other")
+class DropsTheOverlapOfSinksAndList(JoinsLists):
+    """A sink position that is also listed is attended by neither route."""
+
+    def join(self, dynamic: IntArray, local: IntArray, sinks: IntArray) -> IntArray:
+        return np.union1d(np.setxor1d(dynamic, sinks), local)
 
 
 class MovesTheWindow(Steps):
@@ -273,3 +320,47 @@ class LastLogicalPageOwnsASharedPage(Steps):
         logical_pages = kept.values // problem.cache.page_size
         known = np.array([last[int(row[p])] == p for p in logical_pages], dtype=bool)
         return Positions(kept.values[known])
+
+
+class ReadsRulesUnderLists(ReadsRules):
+    """The reference with one hook: which part of a mask rule is skipped where there are lists."""
+
+    def effective(self, problem: AttentionProblem, where: QueryRow, qo_head: int) -> Positions:
+        self.has_lists = problem.candidates is not None
+        return super().effective(problem, where, qo_head)
+
+    def allows(self, rule: MaskRule | None, where: QueryRow, kv_idx: IntArray) -> BoolArray:
+        return super().allows(None if self.has_lists and self.is_skipped(rule) else rule, where, kv_idx)
+
+    def is_skipped(self, rule: MaskRule | None) -> bool:
+        """Whether lists stand for this rule."""
+        raise NotImplementedError
+
+
+@deviates("SET-REPRESENTATION", fault_class="K", report="article 2, 6.3: a list that is taken to be causal already")
+class LeavesCausalityToTheLists(ReadsRulesUnderLists):
+    """Where there are lists, causality is not asked for."""
+
+    def is_skipped(self, rule: MaskRule | None) -> bool:
+        return isinstance(rule, Causal)
+
+
+@deviates(
+    "SET-REPRESENTATION", fault_class="A", report="BR-115 EricLBuehler/mistral.rs#2094: a path without the window"
+)
+class LeavesWindowsToTheLists(ReadsRulesUnderLists):
+    """Where there are lists, window rules are not asked for."""
+
+    def is_skipped(self, rule: MaskRule | None) -> bool:
+        return isinstance(rule, Window | HeadWindow)
+
+
+@deviates("SET-REPRESENTATION", fault_class="M", report="article 1, 1.2: a list of several rows; a mask a row")
+class MasksAListByTheFirstRowOfItsBlock(Steps):
+    """Rows that share a list are masked as the first of them."""
+
+    def effective(self, problem: AttentionProblem, where: QueryRow, qo_head: int) -> Positions:
+        listed = self.candidates(problem, where, qo_head)
+        rows = 1 if problem.candidates is None else problem.candidates.q_block_size
+        first = where.q_idx - where.local % rows
+        return Positions(listed.values[mask_allows(problem.mask_rule, where.request, first, listed.values, qo_head)])

@@ -20,7 +20,7 @@ from attnconform.conformance.deviations.determinism import Races
 from attnconform.conformance.deviations.deviation import faithful
 from attnconform.conformance.deviations.masks import ReadsTheWholeRequest
 from attnconform.conformance.deviations.merge import InPieces, from_output
-from attnconform.conformance.deviations.precision import KnowsTheDtype, rounded
+from attnconform.conformance.deviations.precision import KnowsTheDtype, PartsLseInBf16, PartsOutInBf16, rounded
 from attnconform.conformance.views import ProblemView
 from attnconform.reference.coordinates import BoolArray, FloatArray, IntArray, Positions
 from attnconform.reference.problem import AttentionProblem, QueryRow
@@ -235,6 +235,32 @@ class SumsTheStoredWeights(KnowsTheDtype):
 
     def steps_for(self, dtype: torch.dtype) -> Steps:
         return FromRoundedWeights(HALF_DTYPES[dtype]) if dtype in HALF_DTYPES else InFloat32()
+
+
+def three_parts(**stored: str) -> Capabilities:
+    """A declaration of three splits, stored so whatever the dtype of the problem."""
+    classes = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    numerics = {
+        dtype: msgspec.structs.replace(NUMERICS_CLASSES[name], num_splits=3, **stored)
+        for dtype, name in classes.items()
+    }
+    return msgspec.structs.replace(DECLARED, numerics=numerics)
+
+
+@faithful
+class StoresOutOfPartsAsDeclared(StepsBackend):
+    """A row is three pieces, the out of each stored in bf16 before the merge, and declared so."""
+
+    steps = PartsOutInBf16()
+    capabilities = three_parts(partial_storage="bfloat16")
+
+
+@faithful
+class StoresLseOfPartsAsDeclared(StepsBackend):
+    """A row is three pieces, the lse of each stored in bf16 before the merge, and declared so."""
+
+    steps = PartsLseInBf16()
+    capabilities = three_parts(partial_lse_storage="bfloat16")
 
 
 class Unfused(Steps):

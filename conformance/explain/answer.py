@@ -20,7 +20,7 @@ class Answer:
 
     call: str
     numbers: Numbers  # by output name, in float64
-    marks: tuple[object, ...] = ()  # inputs changed, guards broken, path, error: all that is no number
+    marks: tuple[object, ...] = ()  # inputs changed, guard bands written to, path, error: all that is no number
     seen: Observed | ObservedGradients | None = field(default=None, repr=False)
     values: Values | None = field(default=None, repr=False)  # what it was asked with; None where no bound applies
 

@@ -59,8 +59,9 @@ class Script:
         for name, value in vars(trial).items():
             if isinstance(value, list | dict | set):  # what earlier calls showed
                 setattr(trial, name, type(value)())
-        trial.backend, trial.problem = backend, build_problem(self.case.structure)
-        trial.view = ProblemView(trial.problem, self.case.structure.hints, backend.device)
+        structure = self.case.structure
+        trial.backend, trial.problem = backend, build_problem(structure)
+        trial.view = ProblemView(trial.problem, structure.hints, backend.device, structure.interleaved)
         return trial
 
     def answers(self, make: Make) -> Iterator[Answer]:
@@ -122,7 +123,7 @@ class Script:
 def of_forward(call: str, seen: Observed, values: Values) -> Answer:
     """A forward call as an answer."""
     numbers = {"out": seen.out} | ({} if seen.lse is None else {"lse": seen.lse})
-    return Answer(call, numbers, (seen.mutated, seen.guards_intact, seen.path.startswith("fallback")), seen, values)
+    return Answer(call, numbers, (seen.mutated, seen.overruns, seen.path.startswith("fallback")), seen, values)
 
 
 def of_backward(call: str, seen: ObservedGradients, values: Values) -> Answer:
@@ -153,4 +154,4 @@ def refusal(trial: Trial) -> Iterator[Answer]:
         one_line = bool(str(error).strip()) and "\n" not in str(error).strip()
         marks = ("refused", one_line) if is_refusal else ("raised", type(error).__name__)
         numbers = {"out": as_float64(tensors.out), "lse": as_float64(tensors.lse)}
-    yield Answer("call", numbers, (*marks, all(guard.is_intact() for guard in guards)))
+    yield Answer("call", numbers, (*marks, tuple(overrun for guard in guards for overrun in guard.overruns)))

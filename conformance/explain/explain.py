@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from rich.console import Console
 
 from attnconform.conformance.adapters.registry import load_backend
+from attnconform.conformance.backend import Capabilities
+from attnconform.conformance.bundles import RESULTS
 from attnconform.conformance.cases.matrix import matrix
-from attnconform.conformance.cases.structure import Case, decode_case, encode_case
+from attnconform.conformance.cases.structure import Case, decode_case, encode_case, is_own
 from attnconform.conformance.deviations import Deviation
 from attnconform.conformance.explain.answer import Make
 from attnconform.conformance.explain.discriminate import tell_apart
@@ -25,7 +28,8 @@ from attnconform.conformance.judge import judge
 from attnconform.conformance.judge.trial import BackendCrash, Trial
 from attnconform.conformance.judge.verdict import CaseResult, Finding
 from attnconform.conformance.report.text import finding_text
-from attnconform.conformance.selection import case_by_id
+from attnconform.conformance.results import ResultLine
+from attnconform.conformance.selection import case_by_id, own_cases
 
 NAMED = 3  # deviations that are printed
 WITH_NUMBERS = ("forward", "backward")
@@ -124,27 +128,55 @@ def signature_or_none(case: Case, make: Make, result: CaseResult) -> Signature |
 # -- on the terminal ---------------------------------------------------------------------------------------------------
 
 
-def load_case(name: str) -> Case:
-    """A case by id, or from a JSON file. Raises ValueError where it is neither."""
+def load_case(name: str, capabilities: Capabilities | None = None) -> Case:
+    """A case by id, of a run as FOLDER/CASE_ID, or from a JSON file: a case, or a line of results.
+
+    An id of a backend's own domain needs its declaration. Raises ValueError where it is none of these.
+    """
     path = Path(name)
+    results = path.parent / RESULTS
     if path.suffix == ".json" or path.exists():
-        try:
-            return decode_case(path.read_bytes(), name)
-        except OSError as error:
-            raise ValueError(f"{name}: {error.strerror}") from None
-    return case_by_id(name)
+        return decode_line_or_case(read_bytes(path), name)
+    if "/" in name and results.exists():
+        lines = (line for line in read_bytes(results).splitlines() if path.name.encode() in line)
+        found = (decode_line_or_case(line, str(results)) for line in lines)
+        case = next((case for case in found if case.id == path.name), None)
+        if case is None:
+            raise ValueError(f"{results} has no case {path.name}")
+        return case
+    return case_by_id(name, capabilities=capabilities)
+
+
+def read_bytes(path: Path) -> bytes:
+    """A file's content. Raises ValueError where it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+
+
+def decode_line_or_case(data: bytes, source: str) -> Case:
+    """The case of a line of results, or a case alone. Raises ValueError as decode_case does."""
+    try:
+        line = msgspec.json.decode(data, type=ResultLine)
+    except msgspec.DecodeError:
+        return decode_case(data, source)
+    return decode_case(encode_case(line.case), source)
 
 
 def explain_case(console: Console, name: str, *, backend: str, device: str) -> int:
     """Prints the explanation; 0 where the case conforms after all, 1 where it does not."""
-    case, make = load_case(name), partial(load_backend, backend, device)
-    result = judge.judge_case(case, make())
+    make = partial(load_backend, backend, device)
+    subject = make()
+    case = load_case(name, subject.capabilities)
+    result = judge.judge_case(case, subject)
     if result.is_conforming or result.state == "UNSUPPORTED":
         console.print(f"{case.id}: {result.state} {result.reason}", highlight=False)
         return 0
     for finding in result.findings:
         say(console, finding_text(finding))
-    explanation = explain(case, make, result)
+    cases = (*matrix("L1"), *own_cases("L1", "", subject.capabilities)) if is_own(case.id) else None
+    explanation = explain(case, make, result, cases=cases)
     print_explanation(console, explanation)
     if case.operation in WITH_NUMBERS:
         write_files(console, explanation.small, make, backend, device)

@@ -122,13 +122,18 @@ def notes_on(answer: Answer, answers: dict[str, Answer]) -> list[str]:
     if answer.marks[:1] == ("raised",):
         return [f"{answer.call}: the backend raised {answer.marks[1]}"]
     notes = [f"{answer.call}: the backend changed its input {name}" for name in mutated(answer)]
-    if len(answer.marks) == 3 and not answer.marks[1]:
-        notes.append(f"{answer.call}: bytes beside the outputs were overwritten")
+    notes += [f"{answer.call}: bytes {overrun} were overwritten" for overrun in overruns(answer)]
     if len(answer.marks) == 3 and answer.marks[2]:
         notes.append(f"{answer.call}: ran on a fallback")
     if answer.call in REPEATED and not has_same_numbers(answer, answers[REPEATED[answer.call]]):
         notes.append(f"{answer.call}: {NOTES[answer.call]}")
     return notes
+
+
+def overruns(answer: Answer) -> tuple[str, ...]:
+    """Guard bands that a forward call wrote to."""
+    names = answer.marks[1] if len(answer.marks) == 3 else ()
+    return names if isinstance(names, tuple) else ()
 
 
 def mutated(answer: Answer) -> tuple[str, ...]:

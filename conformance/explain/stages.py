@@ -8,6 +8,7 @@ import numpy as np
 from attnconform.conformance.explain.location import Edge, locate, where_edges_are_wrong
 from attnconform.conformance.judge.gradient_bounds import compare_gradients
 from attnconform.conformance.judge.membership import check_membership, column_of, one_hot_values, probe
+from attnconform.conformance.judge.ratio import ratio_text
 from attnconform.conformance.judge.trial import Trial, with_values
 from attnconform.conformance.judge.values import Comparison, compare_forward
 from attnconform.conformance.views import Hints
@@ -110,7 +111,7 @@ def wrong_score(trial: Trial) -> Stage | None:
             i, worst = int(ratio.argmax()), float(ratio.max())
             message = (
                 f"score[row {where.row}, head {h}, position {int(positions[i])}] is off by {off[i]:.6g} beside the "
-                f"row's others, {worst:.3g} x the bound {bound[i]:.3g}"
+                f"row's others, {ratio_text(worst)} x the bound {bound[i]:.3g}"
             )
     return Stage("scores", message, where_edges_are_wrong(trial, wrong)) if wrong else None
 

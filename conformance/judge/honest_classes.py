@@ -38,6 +38,12 @@ FLOAT32 = {
     "fma, one tile": HonestClass("fp32", Schedule(tile=1 << 17)),
     "fma, 3 splits, exp2": HonestClass("fp32", Schedule(16, 3, exp2=True, exp_bias=3.0), {"num_splits": 3}),
     "fma, 8 splits": HonestClass("fp32", Schedule(128, 8, exp_bias=-3.0), {"num_splits": 8}),
+    "fma, 4 splits stored in bfloat16": HonestClass(
+        "fp32", Schedule(64, 4), {"num_splits": 4, "partial_storage": "bfloat16"}
+    ),
+    "fma, 3 splits, lse stored in float16": HonestClass(
+        "fp32", Schedule(64, 3), {"num_splits": 3, "partial_lse_storage": "float16"}
+    ),
     "fma, fused rescale": HonestClass("fp32", Schedule(32, exp2=True), {"fused_rescale": True}),
     "fma, fast exp": HonestClass("fp32", Schedule(64, exp_bias=900.0), {"eps": 1024.0, "exp_zero_exact": False}),
     "tf32": HonestClass("tf32"),
@@ -45,13 +51,16 @@ FLOAT32 = {
 }
 
 
-def low_classes(base: str, bits: int, other: str) -> dict[str, HonestClass]:
-    """Those of bfloat16 or float16, whose numbers have so many bits, and which may store P as the other."""
+def low_classes(base: str, bits: int, own: str, other: str) -> dict[str, HonestClass]:
+    """Those of bfloat16 or float16 with so many bits; P may be stored as the other, parts as their own."""
     return {
         "any tensor core": HonestClass(base),
         "hopper": HonestClass(f"{base}-hopper"),
         "hopper, 8 splits, exp2": HonestClass(
             f"{base}-hopper", Schedule(64, 8, exp2=True, exp_bias=3.0), {"num_splits": 8}
+        ),
+        "hopper, 8 splits, stored": HonestClass(
+            f"{base}-hopper", Schedule(64, 8), {"num_splits": 8, "partial_storage": own, "partial_lse_storage": own}
         ),
         "P in float32": HonestClass(base, declared={"p_storage": "none", "ds_storage": "none"}),
         f"P in {other}": HonestClass(base, declared={"p_storage": other}),
@@ -59,6 +68,9 @@ def low_classes(base: str, bits: int, other: str) -> dict[str, HonestClass]:
         "l of stored P": HonestClass(base, Schedule(32, exp2=True), {"l_from_p": True}),
         "dS scaled, of stored P": HonestClass(base, declared={"ds_scaled": True, "ds_from_p": True}),
         "q prescaled": HonestClass(base, declared={"prescale": "q", "prescale_bits": bits}),
+        "q prescaled, factor rounded": HonestClass(
+            base, declared={"prescale": "q", "prescale_bits": bits, "factor_bits": bits}
+        ),
         "cache, recipe unknown": HonestClass(base, declared={"kv_bits": bits}, is_dequantized=True),
         "cache, scale rounded": HonestClass(
             base, declared={"scale_bits": bits}, is_dequantized=True, rounds_products=bits
@@ -68,6 +80,6 @@ def low_classes(base: str, bits: int, other: str) -> dict[str, HonestClass]:
 
 HONEST_CLASSES: dict[Dtype, dict[str, HonestClass]] = {
     "float32": FLOAT32,
-    "bfloat16": low_classes("bf16", 8, "float16"),
-    "float16": low_classes("fp16", 11, "bfloat16"),
+    "bfloat16": low_classes("bf16", 8, "bfloat16", "float16"),
+    "float16": low_classes("fp16", 11, "float16", "bfloat16"),
 }

@@ -28,11 +28,16 @@ from attnconform.conformance.judge.trial import (
     with_values,
 )
 from attnconform.conformance.judge.values import Comparison, compare_forward, worst_row_is_empty
-from attnconform.conformance.judge.variations import with_half_the_keys, with_ids_mirrored
+from attnconform.conformance.judge.variations import (
+    with_another_dtype,
+    with_half_the_keys,
+    with_ids_mirrored,
+    with_other_numbers,
+)
 from attnconform.conformance.judge.verdict import Finding, State
 from attnconform.conformance.lifecycle import offers_steps
 from attnconform.conformance.views import ProblemView
-from attnconform.reference.coordinates import BoolArray, IntArray
+from attnconform.reference.coordinates import BoolArray, FloatArray, IntArray
 
 
 class OfHandle(Backend):
@@ -144,7 +149,7 @@ def other_problems(trial: Trial) -> dict[str, Trial]:
     structure, declares = trial.case.structure, trial.backend.capabilities.declares
     if structure.empty_row != "zero" or not (declares("empty", "first") and declares("listing", "holes")):
         return {}
-    found = {"half the keys": with_half_the_keys(trial)}
+    found = {"half the keys": with_half_the_keys(trial), "other pages, scale and offsets": with_other_numbers(trial)}
     if structure.candidates is not None:
         found["other lists of the same lengths"] = with_ids_mirrored(trial)
     return found
@@ -162,12 +167,22 @@ def check_planning_again(trial: Trial) -> list[Finding]:
     for what, other in other_problems(trial).items():
         handle = session.plan_again(handle, other)
         found += of_another_problem(other, session.run(other, handle), what)
+    found += in_another_dtype(trial, session)
     handle = session.plan_again(handle, trial)
     return found + stale(
         "PLAN-REPLAN",
         "planned for the first problem again",
         off_or_other_bits(trial, session.run(trial, handle), first),
     )
+
+
+def in_another_dtype(trial: Trial, session: Session) -> list[Finding]:
+    """A finding where the same structure, planned in another dtype, is not answered in that dtype."""
+    other = with_another_dtype(trial)
+    if not trial.backend.capabilities.declares("dtype", other.case.structure.dtype):
+        return []
+    observed = session.run(other, session.plan(other))
+    return stale("PLAN-REPLAN", f"planned for {other.case.structure.dtype}", off(other, observed))
 
 
 def of_another_problem(other: Trial, observed: Observed, what: str) -> list[Finding]:
@@ -258,7 +273,7 @@ class HandsOut(ProblemView):
 
     handed: list[torch.Tensor] = field(default_factory=list)
 
-    def tensor(self, array: IntArray | BoolArray, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    def tensor(self, array: IntArray | BoolArray | FloatArray, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         handed = super().tensor(array, dtype)
         if not (dtype.is_floating_point or dtype == torch.bool):
             self.handed.append(handed)
@@ -273,8 +288,8 @@ def check_index_storage(trial: Trial) -> list[Finding]:
     """
     if not is_asked(trial, "PLAN-COPY", "plan", "run") or trial.backend.capabilities.live_indices:
         return []
-    session = Session(trial)
-    view = HandsOut(trial.problem, trial.case.structure.hints, trial.backend.device)
+    session, structure = Session(trial), trial.case.structure
+    view = HandsOut(trial.problem, structure.hints, trial.backend.device, structure.interleaved)
     handle = session.plan(trial, view)
     first = session.run(trial, handle)
     what = "with index arrays written over after planning"

@@ -15,30 +15,47 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 CODE_DTYPES = {"int8": torch.int8, "float8_e4m3": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 NO_NUMBER_CODE = 113  # stands for NaN and for huge numbers where a format has neither
 GUARD_ELEMENTS = 256
-GUARD_VALUE = 7.25  # exact in every storage dtype
+# what each guard band holds, exact in every storage dtype: a band that is copied onto another one shows as well
+GUARD_VALUES = {("out", "before"): 7.25, ("out", "past"): 7.5, ("lse", "before"): 6.75, ("lse", "past"): 6.5}
 SPARE_DIM = 8  # elements between neighbouring rows of an interleaved pool
+LEAD = 64  # elements of a storage before a tensor's first one; 64 bytes or more, so that wide loads may start there
 
 
 @dataclass(frozen=True)
 class Guarded:
     """An output tensor in the middle of a larger buffer."""
 
+    name: str  # out or lse
     buffer: torch.Tensor  # (GUARD_ELEMENTS + n + GUARD_ELEMENTS,)
     view: torch.Tensor
 
-    def is_intact(self) -> bool:
-        """Whether nothing was written before or after the output. [SAFE-BOUNDS]"""
-        ends = torch.cat([self.buffer[:GUARD_ELEMENTS], self.buffer[-GUARD_ELEMENTS:]])
-        return bool((ends == GUARD_VALUE).all())
+    @property
+    def overruns(self) -> tuple[str, ...]:
+        """The bands that were written to, as `past out`; none where the output alone was. [SAFE-BOUNDS]"""
+        return true_ones(self.overrun)
+
+    @property
+    def overrun(self) -> dict[str, torch.Tensor]:
+        """Whether each band was written to, on the device."""
+        bands = {"before": self.buffer[:GUARD_ELEMENTS], "past": self.buffer[-GUARD_ELEMENTS:]}
+        return {f"{side} {self.name}": (x != GUARD_VALUES[self.name, side]).any() for side, x in bands.items()}
 
 
-def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: str, poison: float) -> Guarded:
+def true_ones(flags: dict[str, torch.Tensor]) -> tuple[str, ...]:
+    """Names of the flags that are set, for which the device is waited for once."""
+    if not flags:
+        return ()
+    return tuple(name for name, is_set in zip(flags, torch.stack(list(flags.values())).tolist(), strict=True) if is_set)
+
+
+def guarded(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, poison: float) -> Guarded:
     """An output of one shape, filled with poison."""
     size = int(torch.Size(shape).numel())
-    buffer = torch.full((size + 2 * GUARD_ELEMENTS,), GUARD_VALUE, dtype=dtype, device=device)
+    buffer = torch.full((size + 2 * GUARD_ELEMENTS,), GUARD_VALUES[name, "before"], dtype=dtype, device=device)
+    buffer[-GUARD_ELEMENTS:] = GUARD_VALUES[name, "past"]
     view = buffer[GUARD_ELEMENTS : GUARD_ELEMENTS + size].view(shape)
     view.fill_(poison)
-    return Guarded(buffer, view)
+    return Guarded(name, buffer, view)
 
 
 def store_cache(
@@ -59,7 +76,7 @@ def store_cache(
     for i, (by_slot, quant) in enumerate(((k, structure.k_quant), (v, structure.v_quant))):
         flat = as_stored(by_slot, structure.dtype, None if quant is None else quant.format)
         tensor = flat.view(structure.num_pages, structure.page_size, heads, -1)
-        paged = (tensor if structure.layout == "NHD" else tensor.transpose(1, 2)).to(device)
+        paged = (tensor if structure.layout == "NHD" else tensor.transpose(1, 2)).to(device, non_blocking=True)
         if structure.interleaved or structure.page_stride is not None:
             if flat.dtype not in pools:
                 pools[flat.dtype] = wide_pool(shape, structure.page_stride, flat.dtype, device)
@@ -67,8 +84,57 @@ def store_cache(
             view.copy_(paged)
             stored.append(view)
         else:
-            stored.append(paged.contiguous())
+            stored.append(within_storage(paged))
     return stored[0], stored[1]
+
+
+def within_storage(tensor: torch.Tensor, *, spare: int = 0) -> torch.Tensor:
+    """A tensor's numbers as a view that begins LEAD elements within its storage, NaN all around. [COORD-STRIDE]
+
+    `spare` entries of the second axis stand between neighbours of the first, as K and V do where q, k and v are packed.
+    """
+    wide = tensor.shape if not spare else (tensor.shape[0], tensor.shape[1] + spare, *tensor.shape[2:])
+    size = torch.Size(wide).numel()
+    storage = torch.full((LEAD + size + LEAD,), no_number(tensor.dtype), dtype=tensor.dtype, device=tensor.device)
+    view = storage[LEAD : LEAD + size].view(wide)
+    if spare:
+        view = view[:, : tensor.shape[1]]
+    return view.copy_(tensor)
+
+
+def no_number(dtype: torch.dtype) -> float:
+    """What fills memory that nobody may read."""
+    return float("nan") if dtype.is_floating_point else NO_NUMBER_CODE
+
+
+def store_upstream(
+    dout: FloatArray,  # (total_q, num_qo_heads, head_dim_vo)
+    dlse: FloatArray | None,  # (total_q, num_qo_heads)
+    structure: Structure,
+    device: str,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What enters a backward, in the structure's layout."""
+    stored = [
+        None if x is None else upstream_view(x, t, structure, device)
+        for x, t in ((dout, structure.dtype), (dlse, "float32"))
+    ]
+    assert stored[0] is not None
+    return stored[0], stored[1]
+
+
+def upstream_view(numbers: FloatArray, dtype: str, structure: Structure, device: str) -> torch.Tensor:
+    """One number for all is expanded from one element, as in the backward of a sum; heads may be outermost in memory.
+
+    [COORD-STRIDE]
+    """
+    tensor = torch.from_numpy(numbers).to(TORCH_DTYPES[dtype]).to(device, non_blocking=True)
+    if tensor.numel() and bool((tensor == tensor.flatten()[0]).all()):
+        alone = within_storage(tensor.flatten())
+        alone[1:] = no_number(alone.dtype)
+        return alone.as_strided(tensor.shape, (0,) * tensor.ndim)
+    if structure.interleaved:
+        return within_storage(tensor.transpose(0, 1).contiguous()).transpose(0, 1)
+    return within_storage(tensor)
 
 
 def as_stored(numbers: FloatArray, dtype: str, code_format: QuantFormat | None) -> torch.Tensor:
@@ -92,7 +158,7 @@ def store_scales(
         scale[~owned] = fill
     if quantization.granularity == "page":
         scale[~owned.reshape(-1, page_size, owned.shape[1]).any(axis=1)] = fill
-    return torch.from_numpy(scale).to(torch.float32).to(device)
+    return within_storage(torch.from_numpy(scale).to(torch.float32).to(device, non_blocking=True))
 
 
 def wide_pool(shape: tuple[int, ...], page_stride: int | None, dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -100,13 +166,12 @@ def wide_pool(shape: tuple[int, ...], page_stride: int | None, dtype: torch.dtyp
 
     Memory between pages is never touched, so on a CPU it is never there.
     """
-    nan = float("nan") if dtype.is_floating_point else NO_NUMBER_CODE
-    if page_stride is None:
-        return torch.full(shape, nan, dtype=dtype, device=device)
     inner = torch.Size(shape[1:]).numel()
-    storage = torch.empty((shape[0] - 1) * page_stride + inner, dtype=dtype, device=device)
+    apart = inner if page_stride is None else page_stride
+    storage = torch.empty(LEAD + (shape[0] - 1) * apart + inner, dtype=dtype, device=device)
+    storage[:LEAD] = no_number(dtype)
     strides = torch.empty(shape[1:], device="meta").stride()
-    return storage.as_strided(shape, (page_stride, *strides)).fill_(nan)
+    return storage.as_strided(shape, (apart, *strides), LEAD).fill_(no_number(dtype))
 
 
 def store_inputs(
@@ -124,10 +189,11 @@ def store_inputs(
     """The tensors of one call, and the guards of its two outputs."""
     dtype = TORCH_DTYPES[structure.dtype]
     rows, heads = problem.total_q, problem.num_qo_heads
-    out = guarded((rows, heads, problem.head_dim_vo), dtype, device, poison)
-    lse = guarded((rows, heads), torch.float32, device, poison)
+    out = guarded("out", (rows, heads, problem.head_dim_vo), dtype, device, poison)
+    lse = guarded("lse", (rows, heads), torch.float32, device, poison)
     k_cache, v_cache = store_cache(k, v, structure, device)
-    q_stored = torch.from_numpy(q).to(dtype).to(device)
+    packed = 2 * problem.num_kv_heads if structure.interleaved else 0
+    q_stored = within_storage(torch.from_numpy(q).to(dtype).to(device, non_blocking=True), spare=packed)
     if owned is None:
         owned = np.ones((problem.cache.num_slots, problem.num_kv_heads), dtype=bool)
     k_scale, v_scale = (

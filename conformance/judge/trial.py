@@ -12,7 +12,7 @@ import torch
 from attnconform.conformance.backend import Backend, Backward, Forward, Tensors
 from attnconform.conformance.cases.structure import Case, build_problem
 from attnconform.conformance.cases.values import Values, build_values
-from attnconform.conformance.judge.storage import store_inputs
+from attnconform.conformance.judge.storage import store_inputs, store_upstream, true_ones
 from attnconform.conformance.views import ProblemView
 from attnconform.reference.attention import EffectiveSets, effective_sets
 from attnconform.reference.coordinates import BoolArray, FloatArray, IntArray
@@ -51,7 +51,7 @@ class Observed:
     out_bits: torch.Tensor  # as stored
     lse_bits: torch.Tensor | None
     path: str
-    guards_intact: bool
+    overruns: tuple[str, ...]  # guard bands that were written to, as `past out`
     mutated: tuple[str, ...]  # names of inputs that changed
     forward: Forward = field(repr=False)
     tensors: Tensors = field(repr=False)
@@ -77,7 +77,7 @@ class Trial:
         self.case = case
         self.backend = backend
         self.problem: AttentionProblem = build_problem(case.structure)
-        self.view = ProblemView(self.problem, case.structure.hints, backend.device)
+        self.view = ProblemView(self.problem, case.structure.hints, backend.device, case.structure.interleaved)
         self.values: Values = build_values(case, self.problem)
         self.calls = 0
         self.usage: dict[str, float] = {}
@@ -199,7 +199,7 @@ class Trial:
             out_bits=forward.out.detach().clone(),
             lse_bits=None if lse is None else lse.detach().clone(),
             path=forward.path,
-            guards_intact=all(g.is_intact() for g in guards),
+            overruns=true_ones({name: flag for guard in guards for name, flag in guard.overrun.items()}),
             mutated=(*changed_inputs(tensors, before), *sorted(self.rewritten)),
             forward=forward,
             tensors=tensors,
@@ -210,12 +210,7 @@ class Trial:
     ) -> ObservedGradients:
         """One backward call, after a forward call with the same numbers."""
         observed = observed or self.run(values, view=view)
-        dtype, device = observed.tensors.q.dtype, self.backend.device
-        dout = torch.from_numpy(values.dout).to(dtype).to(device)
-        if self.case.structure.interleaved:  # the same numbers with heads outermost in memory [COORD-STRIDE]
-            dout = dout.transpose(0, 1).contiguous().transpose(0, 1)
-        dlse = self.dlse(values)
-        to_lse = None if dlse is None else torch.from_numpy(dlse).to(torch.float32).to(device)
+        dout, to_lse = store_upstream(values.dout, self.dlse(values), self.case.structure, self.backend.device)
         before, dout_before = snapshot(observed.tensors), dout.clone()
         raw = self.call(self.backend.backward, view or self.view, observed.tensors, observed.forward, dout, to_lse)
         return ObservedGradients(
@@ -275,7 +270,14 @@ def snapshot(tensors: Tensors) -> dict[str, torch.Tensor]:
 
 def changed_inputs(tensors: Tensors, before: dict[str, torch.Tensor]) -> tuple[str, ...]:
     """Names of inputs whose bits changed, NaN payloads aside. [SAFE-INPUTS]"""
-    return tuple(name for name, old in before.items() if not same_bits(getattr(tensors, name), old))
+    touched = true_ones({name: other_bytes(getattr(tensors, name), old) for name, old in before.items()})
+    return tuple(name for name in touched if not same_bits(getattr(tensors, name), before[name]))
+
+
+def other_bytes(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Whether any byte differs, on the device; of tensors of one dtype and shape."""
+    as_integers = INTEGERS[a.dtype.itemsize]
+    return (a.view(as_integers) != b.view(as_integers)).any()
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -7,16 +7,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from attnconform.conformance.bounds.forward import forward_bounds
+from attnconform.conformance.bounds.numerics import FORMATS
 from attnconform.conformance.bounds.oracle import oracle_error
 from attnconform.conformance.cases.values import Values
 from attnconform.conformance.clauses import checks
 from attnconform.conformance.judge.blocks import placed_blocks
 from attnconform.conformance.judge.epilogue import through_epilogue
+from attnconform.conformance.judge.ratio import ratio_text
 from attnconform.conformance.judge.trial import Observed, Trial
 from attnconform.conformance.judge.verdict import Finding, State
 from attnconform.reference.coordinates import FloatArray
 from attnconform.reference.steps import AttentionResult
 
+# unit roundoffs: P may be stored in e4m3, and enters every output but lse
+COARSEST_OF_P, COARSEST = FORMATS["float8_e4m3"].u, {"lse": FORMATS["bfloat16"].u}
 SEEDS, SEEDS_TO_FAIL = 5, 3  # the probabilistic bound fails a kernel that exceeds it on 3 of 5 seeds
 
 
@@ -50,6 +54,13 @@ class Comparison:
     def probable_ratio(self) -> float:
         return float(self.ratio(self.probable).max(initial=0.0))
 
+    @property
+    def is_right_to_a_low_precision(self) -> bool:
+        """Whether each error is one that rounding to the coarsest of formats explains, beside the largest element."""
+        error = self.ratio(np.ones_like(self.worst)).max(initial=0.0)
+        sizes = np.abs(self.want[np.isfinite(self.want)])
+        return bool(error <= COARSEST.get(self.name, COARSEST_OF_P) * sizes.max(initial=0.0))
+
     def message(self, bound: FloatArray) -> str:
         """The worst element: where, got, want, bound."""
         ratio = self.ratio(bound)
@@ -58,7 +69,7 @@ class Comparison:
         over, error = int((ratio > 1).sum()), abs(self.got[at] - self.want[at])
         return (
             f"{self.name}[{place}] is {self.got[at]:.9g}, want {self.want[at]:.9g}, error {error:.3g} is "
-            f"{ratio[at]:.3g} x the bound {bound[at]:.3g} ({over} of {ratio.size} elements over)"
+            f"{ratio_text(float(ratio[at]))} x the bound {bound[at]:.3g} ({over} of {ratio.size} elements over)"
         )
 
 
@@ -104,6 +115,7 @@ def judge_comparisons(
 ) -> list[Finding]:
     """Findings for a set of comparisons: FAIL past the worst case, FAIL or QUALITY past the probable one."""
     findings = []
+    rounded = all(comparison.is_right_to_a_low_precision for comparison in compared)
     for comparison in compared:
         name = comparison.name
         # JSON has no infinity
@@ -113,7 +125,7 @@ def judge_comparisons(
         ):
             usage[name] = max(usage.get(name, 0.0), min(ratio, sys.float_info.max))
         trial.void += comparison.num_void
-        clauses = value_clauses(trial, name)
+        clauses = value_clauses(trial, name, rounded=rounded)
         if worst_row_is_empty(trial, comparison):
             clauses = tuple(sorted(clauses, key=lambda clause: not clause.startswith("EMPTY")))
         if comparison.num_void == comparison.want.size > 0:
@@ -160,8 +172,23 @@ VALUE_AREAS = {
 }
 
 
-def value_clauses(trial: Trial, name: str) -> tuple[str, ...]:
-    """Clauses of the case that a wrong number of this output would break, likeliest area first."""
-    gradients = (*FEATURES, "GRAD", "EMPTY-GRAD", "SCORE", "GQA", "BLOCK-TRANSPOSE")
+def value_clauses(trial: Trial, name: str, *, rounded: bool) -> tuple[str, ...]:
+    """Clauses of the case that a wrong number of this output would break, likeliest area first.
+
+    Where all outputs are right to a low precision, the output's own bound comes first: the arithmetic is not what is
+    declared. The codes of a quantized cache come before it, for a wrong scale looks the same.
+    """
+    gradients = (*FEATURES, "GRAD", "EMPTY-GRAD", "SCORE", "GQA", "COORD-STRIDE", "BLOCK-TRANSPOSE")
     areas = ("GRAD-RULE",) if name.startswith("dscore") else VALUE_AREAS.get(name, gradients)
-    return tuple(c for area in areas for c in trial.case.clauses if c == area or c.startswith(f"{area}-"))
+    clauses = tuple(c for area in areas for c in trial.case.clauses if c == area or c.startswith(f"{area}-"))
+    if not rounded:
+        return clauses
+    of_codes = tuple(clause for clause in clauses if clause.startswith("QUANT"))
+    return (*of_codes, bound_clause(name), *clauses[len(of_codes) :])
+
+
+def bound_clause(name: str) -> str:
+    """The clause that bounds an output."""
+    if name.startswith("dscore"):
+        return "BOUND-RULE"
+    return {"out": "BOUND-OUT", "lse": "BOUND-LSE"}.get(name, "BOUND-GRAD")

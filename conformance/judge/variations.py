@@ -5,19 +5,22 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from attnconform.conformance.cases.structure import CandidateStructure, Structure
+from attnconform.conformance.cases.structure import CandidateStructure, Dtype, Structure
 from attnconform.conformance.cases.values import Values
 from attnconform.conformance.judge.trial import Trial, with_values
 from attnconform.conformance.views import Hints, ProblemView
 from attnconform.reference import philox
-from attnconform.reference.candidates import HOLE
+from attnconform.reference.candidates import HOLE, Candidates
 from attnconform.reference.coordinates import FloatArray, IntArray
+from attnconform.reference.epilogue import EpilogueStep, Gate
 from attnconform.reference.problem import AttentionProblem
 from attnconform.reference.quantization import Quantization
 from attnconform.reference.rules import And, CustomMask, Document, MaskRule, Or, PrefixLM
 
 PAGE_STREAM, ENTRY_STREAM, NEW_Q_STREAM, NEW_K_STREAM, NEW_V_STREAM = range(101, 106)
 NUM_HOLES = 2
+OTHER_SCALE, OTHER_SINK, OTHER_GATE = 0.75, 0.5, 0.75  # the scale times, a logit plus so much
+NEXT_DTYPE: dict[Dtype, Dtype] = {"float32": "bfloat16", "bfloat16": "float16", "float16": "float32"}
 
 
 def variation(
@@ -32,7 +35,8 @@ def variation(
     other = Trial(msgspec.structs.replace(trial.case, structure=structure), trial.backend)
     other.values = values or trial.values
     if problem is not None:
-        other.problem, other.view = problem, ProblemView(problem, structure.hints, trial.backend.device)
+        other.problem = problem
+        other.view = ProblemView(problem, structure.hints, trial.backend.device, structure.interleaved)
     return other
 
 
@@ -270,6 +274,54 @@ def with_half_the_keys(trial: Trial) -> Trial:
     if structure.candidates is not None:
         changes["candidates"] = lists_within(trial.problem, structure.candidates, lengths)
     return variation(trial, structure=msgspec.structs.replace(structure, **changes))
+
+
+def with_other_numbers(trial: Trial) -> Trial:
+    """The same shapes over other pages, queries one position further back, and other numbers wherever there are any.
+
+    Everything that a plan may hold and that is neither a length, a list nor a rule. [PLAN-REPLAN]
+    """
+    moved = with_pages_renumbered(trial)
+    problem = moved.problem
+    dropout, sinks, lists = problem.dropout, problem.sink_logits, problem.candidates
+    other = replace(
+        problem,
+        sm_scale=OTHER_SCALE * problem.sm_scale,
+        q_offset=problem.q_offset - (problem.q_offset > 0),
+        sink_logits=None if sinks is None else sinks + OTHER_SINK,
+        dropout=None if dropout is None else replace(dropout, seed=dropout.seed + 1),
+        k_quant=with_half_scales(problem.k_quant),
+        v_quant=with_half_scales(problem.v_quant),
+        epilogue=tuple(other_step(step) for step in problem.epilogue),
+        candidates=None if lists is None else with_other_local_keys(lists),
+    )
+    return variation(moved, problem=other)
+
+
+def with_half_scales(quantization: Quantization | None) -> Quantization | None:
+    """Codes that are worth half as much."""
+    return None if quantization is None else replace(quantization, scale=quantization.scale / 2)
+
+
+def other_step(step: EpilogueStep) -> EpilogueStep:
+    """A gate with other logits; any other step as it is."""
+    return Gate(tuple(logit + OTHER_GATE for logit in step.logits)) if isinstance(step, Gate) else step
+
+
+def with_other_local_keys(lists: Candidates) -> Candidates:
+    """One sink position and one of the window more, where there are any; ranks with each other's biases."""
+    return replace(
+        lists,
+        window=lists.window + (lists.window > 0),
+        num_sink_tokens=lists.num_sink_tokens + (lists.num_sink_tokens > 0),
+        rank_bias=None if lists.rank_bias is None else lists.rank_bias[::-1].copy(),
+    )
+
+
+def with_another_dtype(trial: Trial) -> Trial:
+    """The same structure in another dtype, with the numbers that belong to it. [PLAN-REPLAN]"""
+    structure = msgspec.structs.replace(trial.case.structure, dtype=NEXT_DTYPE[trial.case.structure.dtype])
+    return Trial(msgspec.structs.replace(trial.case, structure=structure), trial.backend)
 
 
 def lists_within(

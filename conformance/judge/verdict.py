@@ -63,6 +63,13 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
         return self.state in CONFORMING
 
     @property
+    def named_clauses(self) -> frozenset[str]:
+        """The likeliest clause of each finding against it; none of a case that conforms."""
+        if self.is_conforming:
+            return frozenset()
+        return frozenset(f.clauses[0] for f in self.findings if f.clauses and f.state not in CONFORMING)
+
+    @property
     def is_expected_failure(self) -> bool:
         return self.expected is not None and self.state == self.expected.state
 

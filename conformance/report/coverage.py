@@ -7,8 +7,17 @@ from rich.console import Console
 from rich.table import Table
 
 from attnconform.conformance.adapters.registry import load_backend
-from attnconform.conformance.backend import OPTIONAL_AXES
-from attnconform.conformance.cases.coverage import Coverage, Covered, LeftOut, OperationCoverage, measure, total
+from attnconform.conformance.backend import OPTIONAL_AXES, Capabilities
+from attnconform.conformance.cases.coverage import (
+    Coverage,
+    Covered,
+    LeftOut,
+    OperationCoverage,
+    Spanned,
+    measure,
+    total,
+)
+from attnconform.conformance.cases.declared import own_domain
 from attnconform.conformance.cases.matrix import matrix
 
 MAX_VALUES = 8  # of an axis that a declaration leaves out
@@ -24,6 +33,8 @@ def cases_command(console: Console, *, level: str, backend: str | None, device: 
         capabilities = loaded.capabilities
         loaded.close()
     coverage = measure(level, cases, capabilities, backend or "")
+    if capabilities is not None:
+        coverage = msgspec.structs.replace(coverage, own=spanned(level, capabilities))
     if json_path is not None:
         json_path.write_bytes(msgspec.json.format(msgspec.json.encode(coverage, order="deterministic")))
     print_coverage(console, coverage)
@@ -42,6 +53,33 @@ def print_coverage(console: Console, coverage: Coverage) -> None:
         console.print(left_out_table(coverage.left_out))
         declared = coverage.cases - coverage.undeclared
         console.print(f"{coverage.backend} declares {declared} of {coverage.cases} cases", highlight=False)
+    for own in coverage.own:
+        console.print(own_text(own), highlight=False, soft_wrap=True)
+
+
+def spanned(level: str, capabilities: Capabilities) -> tuple[Spanned, ...]:
+    """What the cases of the backend's own domain add at each level."""
+    domain = own_domain(level, capabilities)
+    return tuple(
+        Spanned(
+            level=own,
+            combinations=tally.possible,
+            common=tally.common,
+            given_up=tally.given_up,
+            cases=sum(case.level == own for case in domain.cases),
+        )
+        for own, tally in domain.tally.items()
+    )
+
+
+def own_text(own: Spanned) -> str:
+    """One level of the own domain in a sentence."""
+    held = own.combinations - own.given_up
+    return (
+        f"{own.level}: of {own.combinations} combinations of declared values {own.common} are held by common cases, "
+        f"{held - own.common} more by {own.cases} cases of its own domain"
+        + (f", {own.given_up} by none" if own.given_up else "")
+    )
 
 
 def values_table(level: str, operation: OperationCoverage) -> Table:

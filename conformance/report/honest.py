@@ -10,6 +10,7 @@ from rich.table import Table
 from attnconform.conformance.cases.structure import Dtype
 from attnconform.conformance.judge.honest import COVERED_BY, SLACK, Honesty, Usage, Usages, compare_honest
 from attnconform.conformance.judge.honest_outputs import OUTPUTS
+from attnconform.conformance.judge.ratio import ratio_text
 
 
 def honest_command(
@@ -44,8 +45,8 @@ def print_honesty(console: Console, found: Honesty) -> None:
     console.print(by_family)
     console.print(
         f"{found.dtype}: {found.total.false_fails} false FAILs and {found.total.past_probable} past the probable bound "
-        f"in {found.total.comparisons} comparisons; largest error / bound {found.total.worst:.3f} worst-case, "
-        f"{found.total.probable:.3f} probable",
+        f"in {found.total.comparisons} comparisons; largest error / bound "
+        f"{ratio_text(found.total.worst)} worst-case, {ratio_text(found.total.probable)} probable",
         highlight=False,
     )
     for line in slack_lines(found):
@@ -58,7 +59,8 @@ def outputs_table(title: str, first: str, rows: dict[int, Usages]) -> Table:
     for column in (first, *OUTPUTS):
         table.add_column(column, justify="right")
     for keys, usages in rows.items():
-        table.add_row(str(keys), *(f"{usages[name].worst:.3f}|{usages[name].probable:.3f}" for name in OUTPUTS))
+        of_outputs = (usages[name] for name in OUTPUTS)
+        table.add_row(str(keys), *(f"{ratio_text(used.worst)}|{ratio_text(used.probable)}" for used in of_outputs))
     return table
 
 
@@ -81,5 +83,5 @@ def usage_table(title: str) -> Table:
 
 def add_usage(table: Table, name: str, usage: Usage) -> None:
     """One line."""
-    ratios = (f"{usage.worst:.3f}", f"{usage.probable:.3f}")
+    ratios = (ratio_text(usage.worst), ratio_text(usage.probable))
     table.add_row(name, str(usage.comparisons), *ratios, str(usage.past_probable), str(usage.false_fails))

@@ -147,16 +147,9 @@ def make_column(label: str, run: Run) -> Column:
         run=run,
         verdict=verdict_of(run.results),
         clauses={row.id: row for row in clause_rows(run)},
-        blamed=Counter(clause for result in run.results for clause in blamed_by(result)),
+        blamed=Counter(clause for result in run.results for clause in result.named_clauses),
         results={result.case_id: result for result in run.results if result.state not in NOT_RUN},
     )
-
-
-def blamed_by(result: CaseResult) -> set[str]:
-    """The likeliest clause of each finding against a case; none against one that conforms."""
-    if result.is_conforming:
-        return set()
-    return {finding.clauses[0] for finding in result.findings if finding.clauses}
 
 
 def shared_cases(columns: list[Column]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 
+from attnconform.conformance.judge.ratio import ratio_text
 from attnconform.conformance.report.html import largest_usage
 from attnconform.conformance.report.text import expected_text, finding_text, repro_command, state_text
 from attnconform.conformance.results import Run, verdict_of
@@ -21,9 +22,9 @@ def badge(run: Run) -> str:
 
 def usage_lines(run: Run) -> list[str]:
     """How much of its bound each output used at most, and the states of all cases."""
-    usage = largest_usage(run)
+    usage = largest_usage(run.results)
     states = ", ".join(f"{state} {count}" for state, count in sorted(run.footer.counts.items()))
-    table = [f"| {name} | {worst:.3f} | {probable:.3f} |" for name, (worst, probable) in usage.items()]
+    table = [f"| {name} | {ratio_text(worst)} | {ratio_text(probable)} |" for name, (worst, probable) in usage.items()]
     head = ["| largest error / bound | worst-case form | probabilistic form |", "|---|---|---|"]
     return [states, "", *head, *table, ""] if table else [states, ""]
 
@@ -35,8 +36,7 @@ def summary_markdown(run: Run) -> str:
     lines = [
         f"## attnconform {header.level}: {header.backend} is {verdict.words.lower()}",
         "",
-        f"{verdict.conforming} of {verdict.ran} cases conform; {verdict.declared_share:.0%} of the matrix is declared "
-        f"({verdict.unsupported} cases unsupported{apart}). "
+        f"{verdict.conforming} of {verdict.ran} cases conform{apart}; declared: {verdict.declared_text}. "
         f"{header.device}, suite {header.suite_hash}, {header.started}.",
         "",
         ", ".join(f"{name} {version}" for name, version in header.versions.items()),

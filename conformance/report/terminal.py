@@ -7,7 +7,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from attnconform.conformance.cases.structure import Case, Dtype
+from attnconform.conformance.judge.ratio import ratio_text
 from attnconform.conformance.judge.verdict import NOT_RUN, CaseResult
+from attnconform.conformance.report.html import largest_usage
 from attnconform.conformance.report.text import expected_text, finding_text, repro_command, state_text
 from attnconform.conformance.results import Verdict
 
@@ -23,17 +25,21 @@ def make_progress(console: Console) -> Progress:
 
 
 def print_matrix(console: Console, cases: dict[str, Case], results: list[CaseResult]) -> None:
-    """Conforming / run for every clause area and dtype; a dot where nothing ran."""
+    """Conforming / judged for every clause area and dtype; a dot where nothing was judged.
+
+    A failing case counts in the areas of the clauses that it names, and in no other: of those it shows nothing.
+    """
     ran: dict[str, Counter[str]] = defaultdict(Counter)
     good: dict[str, Counter[str]] = defaultdict(Counter)
     for result in results:
         if result.state in NOT_RUN:
             continue
         dtype = cases[result.case_id].structure.dtype
-        for area in {clause.split("-")[0] for clause in result.clauses}:
+        clauses = result.clauses if result.is_conforming else result.named_clauses
+        for area in {clause.split("-")[0] for clause in clauses}:
             ran[area][dtype] += 1
             good[area][dtype] += result.is_conforming
-    table = Table(title="conforming / run, by clause area and dtype")
+    table = Table(title="conforming / judged, by clause area and dtype")
     table.add_column("area")
     for dtype in DTYPES:
         table.add_column(dtype, justify="right")
@@ -78,17 +84,12 @@ def print_verdict(console: Console, verdict: Verdict, results: list[CaseResult],
     colour = {"CONFORMING": "green", "NOT CONFORMING": "red"}.get(verdict.words, "yellow")
     console.print(
         f"[bold {colour}]{backend}: {verdict.words}[/] on {verdict.ran} cases; "
-        f"declares {verdict.declared_share:.0%} of the matrix ({verdict.unsupported} cases unsupported)"
-        + (f"; {verdict.expected} fail as expected" if verdict.expected else ""),
+        f"declares {verdict.declared_text}" + (f"; {verdict.expected} fail as expected" if verdict.expected else ""),
         highlight=False,
     )
     counts = Counter(result.state for result in results)
     console.print("  " + ", ".join(f"{state} {n}" for state, n in counts.most_common()), highlight=False)
-    for form, usage in (("worst-case", "usage"), ("probabilistic", "usage_probable")):
-        largest: dict[str, float] = {}
-        for result in results:
-            for name, ratio in getattr(result, usage).items():
-                largest[name] = max(largest.get(name, 0.0), ratio)
-        if largest:
-            text = ", ".join(f"{name} {ratio:.2f}" for name, ratio in largest.items())
-            console.print(f"  max error / {form} bound: {text}", highlight=False)
+    usage = largest_usage(results)
+    for i, form in enumerate(("worst-case", "probabilistic") if usage else ()):
+        text = ", ".join(f"{name} {ratio_text(pair[i])}" for name, pair in usage.items())
+        console.print(f"  max error / {form} bound: {text}", highlight=False)

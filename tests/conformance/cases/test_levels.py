@@ -23,9 +23,10 @@ from attnconform.conformance.cases.freeze import (
     wide_case,
 )
 from attnconform.conformance.cases.frozen import FROZEN_LEVELS, frozen_cases, write_frozen
+from attnconform.conformance.cases.greedy import Wanted
 from attnconform.conformance.cases.matrix import LEVELS, SMOKE_ROW, frozen_rows, matrix
 from attnconform.conformance.cases.structure import Case, build_problem, case_digest
-from attnconform.conformance.cases.triples import Triples, rows_of_strength_three
+from attnconform.conformance.cases.triples import rows_of_strength_three
 from attnconform.conformance.cases.values import build_values
 from attnconform.conformance.cases.wide_axes import USUAL, core_axes, is_possible_wide, wide_axes
 from attnconform.conformance.cases.wide_rows import EDGES, edge_rows
@@ -164,10 +165,12 @@ def test_a_small_array_of_strength_three_holds_every_possible_triple_and_no_impo
         axis: core_axes("backward")[axis] for axis in ("granularity", "sharing", "counts", "local", "mask", "dtype")
     }
     rows = rows_of_strength_three(axes, is_possible_wide)
-    left = Triples(axes, is_possible_wide)
+    left = Wanted(axes, is_possible_wide, itertools.combinations(axes, 3))
     for row in rows:
         assert is_possible_wide(row)
-        left.cover([values.index(row[axis]) for axis, values in axes.items()])
+        places = left.places(row)
+        assert places is not None
+        left.cover(places)
     assert left.remaining == 0
     assert rows == rows_of_strength_three(axes, is_possible_wide)
 

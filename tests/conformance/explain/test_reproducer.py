@@ -80,7 +80,7 @@ def test_it_imports_nothing_of_ours_but_the_call(small_case, tmp_path):
         ("scales-twice", "x the bound"),
         ("keeps-leftover-accumulators", "the same call gives other bits"),
         ("scales-q-in-place", "the backend changed its input q"),
-        ("writes-past-out", "bytes beside the outputs were overwritten"),
+        ("writes-past-out", "bytes past out were overwritten"),
     ],
 )
 def test_it_accuses_the_backend_where_it_is_installed(small_case, tmp_path, monkeypatch, deviation, line):

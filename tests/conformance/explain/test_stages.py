@@ -79,7 +79,7 @@ def test_a_call_that_raises_or_writes_outside_stops_the_walk(small_case):
         def forward(self, problem, tensors):
             raise RuntimeError("device lost")
 
-    for make, text in ((Raises, "device lost"), (DEVIATIONS["writes-past-out"].build, "bytes beside out")):
+    for make, text in ((Raises, "device lost"), (DEVIATIONS["writes-past-out"].build, "bytes past out")):
         case = small_case()
         stage = stage_or_none(case, make, judge_case(case, make()))
         assert stage.name == "call"

@@ -9,15 +9,45 @@ from attnconform.conformance.adapters.reference_steps import StepsBackend
 from attnconform.conformance.cases.matrix import matrix
 from attnconform.conformance.deviations import DEVIATIONS
 from attnconform.conformance.judge.dense_watch import watch_for_dense
-from attnconform.conformance.judge.hygiene import check_path, check_repeat, check_written
+from attnconform.conformance.judge.hygiene import check_bounds, check_path, check_repeat, check_written
 from attnconform.conformance.judge.interference import check_unselected
 from attnconform.conformance.judge.membership import check_membership
 from attnconform.conformance.judge.memory import CONFIRMED, KEPT_BYTES, check_memory
+from attnconform.conformance.judge.storage import GUARD_VALUES
 from attnconform.conformance.judge.trial import Trial
 from attnconform.reference import philox
 
 CASE = next(c for c in matrix("L0") if c.structure.mask_rule is not None)
 SPARSE = next(c for c in matrix("L0") if c.structure.candidates is not None)
+
+
+class WritesBeside(StepsBackend):
+    """Stores `value` at an offset from the first element of an output."""
+
+    def __init__(self, output, offset, value=0.0):
+        super().__init__()
+        self.output, self.offset, self.value = output, offset, value
+
+    def forward(self, problem, tensors):
+        done = super().forward(problem, tensors)
+        tensor = getattr(tensors, self.output)
+        at = tensor.storage_offset() + (tensor.numel() if self.offset == "end" else self.offset)
+        torch.as_strided(tensor, (1,), (1,), at).fill_(self.value)
+        return done
+
+
+@pytest.mark.parametrize("output", ["out", "lse"])
+@pytest.mark.parametrize(("offset", "side"), [(-1, "before"), ("end", "past")])
+def test_a_write_beside_an_output_is_named_by_output_and_side(output, offset, side):
+    (finding,) = check_bounds(Trial(CASE, WritesBeside(output, offset)))
+    assert finding.state == "FAIL_oob_write"
+    assert finding.message == f"bytes {side} {output} were overwritten"
+
+
+def test_every_guard_band_has_a_mark_of_its_own():
+    assert len(set(GUARD_VALUES.values())) == len(GUARD_VALUES) == 4
+    (finding,) = check_bounds(Trial(CASE, WritesBeside("lse", -1, GUARD_VALUES["out", "past"])))
+    assert finding.message == "bytes before lse were overwritten"
 
 
 class Counts(StepsBackend):
