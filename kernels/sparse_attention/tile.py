@@ -145,10 +145,11 @@ def attend_keys(
         scores = tl.where(admitted, scores, float("-inf"))
 
     tile_max = tl.max(scores, axis=1)
-    if IS_SCALED_LATE:
-        # One product less an element: a factor above 0 keeps the order, and the other product joins a subtraction.
-        tile_max *= score_scale
-        scores *= score_scale
+    if K_FORMAT is None:  # the scale of codes may be one a row, of another shape
+        if IS_SCALED_LATE:
+            # One product less an element: a factor above 0 keeps the order, and the other product joins a subtraction.
+            tile_max *= score_scale
+            scores *= score_scale
     new_max = tl.maximum(row_max, tile_max)
     # A row that has admitted nothing yet would subtract -inf from -inf. [EMPTY-OUT]
     base = tl.where(new_max == float("-inf"), 0.0, new_max)

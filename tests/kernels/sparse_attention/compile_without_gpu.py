@@ -1,9 +1,10 @@
-"""Compiles the backward's kernels for a GPU that is not there, and prints the name of each: what no interpreter sees.
+"""Compiles the kernels for a GPU that is not there, and prints the name of each: what no interpreter sees.
 
 A process of its own: once Triton interprets, it compiles no more. Nothing is launched.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -12,8 +13,19 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from attnconform.kernels.sparse_attention import BackwardHints, backward, plan, plan_backward
+from attnconform.kernels.sparse_attention import (
+    BackwardHints,
+    CandidateLists,
+    Dropout,
+    KVQuantization,
+    backward,
+    plan,
+    plan_backward,
+)
 from attnconform.kernels.sparse_attention.backward_hints import KeyShape, QueryShape
+from attnconform.kernels.sparse_attention.forward import launch_run
+from attnconform.kernels.sparse_attention.plan import Plan
+from attnconform.kernels.sparse_attention.prepared import PreparedLaunch
 from attnconform.kernels.sparse_attention.rules import Alibi, Causal, CustomScore, RelativeBias, SoftCap
 
 ROWS, HEADS, KV_HEADS, DIM, PAGE = 64, 4, 2, 32, 16
@@ -70,6 +82,50 @@ def reads_a_plain_global(out_ptr):
     tl.store(out_ptr, PLAIN_STEP)
 
 
+FORWARDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"score_rules": [SoftCap(20.0)], "num_kv_splits": 2},
+    {"score_rules": [Alibi((0.1,) * HEADS)], "k_quant": KVQuantization("int8", "channel")},
+    {"k_quant": KVQuantization("int8", "page"), "dropout": Dropout(0.5, 7)},
+    {"v_quant": KVQuantization("float8_e4m3", "token"), "score_rules": [RelativeBias(((0.0,) * 5,) * HEADS)]},
+    {"k_quant": KVQuantization("float8_e5m2", "tensor"), "v_quant": KVQuantization("int8", "channel")},
+    {"sink_logits": torch.zeros(HEADS), "score_rules": [CustomScore(scale, (2.0,), scale_slope, scale_by_data)]},
+    {"mask_rule": None, "rows_per_union": 4, "sharing": "kv_head"},
+    {"mask_rule": Causal(), "sharing": "query_head", "window": 3},
+)
+
+
+def compile_forward() -> None:
+    """One plan for each way in which the attention kernel is specialized."""
+    for options in FORWARDS:
+        launch_forward(forward_plan(**{"mask_rule": Causal(), **options}))
+
+
+def forward_plan(*, sharing: str | None = None, **options: Any) -> Plan:
+    """A prompt, with a list of two blocks a row where lists are shared in some way."""
+    num_lists = ROWS * {"kv_head": KV_HEADS, "query_head": HEADS}.get(sharing or "", 0)
+    lists = CandidateLists(
+        granularity="block", sharing=sharing, block_size=PAGE, indptr=2 * torch.arange(num_lists + 1),
+        indices=torch.arange(2).repeat(num_lists),
+    )  # fmt: skip
+    return plan(
+        qo_indptr=[0, ROWS], seqlen_kv=[ROWS], page_table=torch.arange(ROWS // PAGE).int()[None], page_size=PAGE,
+        num_pages=ROWS // PAGE, num_qo_heads=HEADS, num_kv_heads=KV_HEADS, head_dim_qk=DIM, head_dim_vo=DIM,
+        sm_scale=0.1, dtype=torch.bfloat16, device="cpu", candidates=lists if sharing else None, **options,
+    )  # fmt: skip
+
+
+def launch_forward(the_plan: Plan) -> None:
+    """Every launch of a run, which ends where it would begin."""
+    tensors = {name: torch.zeros(shape, dtype=dtype) for name, shape, dtype in the_plan.tensor_shapes}
+    scales = {name: None if shape is None else torch.ones(shape) for name, shape in the_plan.scale_shapes}
+    launch_run(the_plan, **tensors, **scales)
+
+
+def launch_by_triton(self: PreparedLaunch, tensors: tuple[object, ...], strides: tuple[object, ...]) -> None:
+    self.kernel[self.grid](*tensors, *strides, **self.fixed, **self.options)
+
+
 def compile_backward() -> None:
     """Every rule, dropout-free, in the mode that has every kernel; tiles so small that it takes seconds."""
     rules = [
@@ -94,6 +150,8 @@ def compile_backward() -> None:
 if __name__ == "__main__":
     driver.set_active(Target())
     JITFunction.run = compile_only(JITFunction.run)
+    PreparedLaunch.__call__ = launch_by_triton
+    compile_forward()
     compile_backward()
     try:
         reads_a_plain_global[(1,)](torch.zeros(1))

@@ -1,4 +1,4 @@
-"""The backward's kernels compile for a GPU, with or without one here."""
+"""The kernels compile for a GPU, with or without one here."""
 
 import os
 import subprocess
@@ -7,6 +7,8 @@ from pathlib import Path
 
 SCRIPT = Path(__file__).with_name("compile_without_gpu.py")
 KERNELS = {
+    "attend_kernel",
+    "attend_union_kernel",
     "row_kernel",
     "query_gradient_kernel",
     "sum_chunks_kernel",
