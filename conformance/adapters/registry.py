@@ -14,6 +14,7 @@ BUNDLED: dict[str, str] = {
     "triton": "attnconform.conformance.adapters.triton_kernels:TritonKernels",
     "triton-atomic": "attnconform.conformance.adapters.triton_kernels:TritonAtomic",
     "triton-device-plan": "attnconform.conformance.adapters.triton_kernels:TritonDevicePlan",
+    "triton-hopper": "attnconform.conformance.adapters.triton_kernels:TritonHopper",
     "triton-hybrid": "attnconform.conformance.adapters.triton_hybrid:TritonHybrid",
     "sdpa": "attnconform.conformance.adapters.sdpa:Sdpa",
     "sdpa-lse": "attnconform.conformance.adapters.sdpa:SdpaFlashCpu",

@@ -55,6 +55,18 @@ EXPRESSIBLE: dict[str, Domain] = {
     "dropout": Whole(),
 }
 
+# what the forward's kernel for one kind of GPU takes; the rest of a plan is judged under `triton`
+EXPRESSIBLE_ON_HOPPER: dict[str, Domain] = {
+    "refusal": OneOf(()),
+    "dtype": OneOf(("bfloat16", "float16")),
+    "head_dim": OneOf(("64/64", "128/128")),
+    "page_size": OneOf(("16", "32")),
+    "granularity": OneOf(("dense", "block")),
+    "local": OneOf(("none",)),
+    "mask": EXPRESSIBLE["mask"],
+    "score": OneOf(("none", "alibi", "softcap")),
+}
+
 
 def interpreting(device: str) -> bool:
     """Whether Triton must interpret; says so to Triton, which asks when a kernel is defined.
@@ -244,6 +256,50 @@ class TritonUnion(TritonKernels):
 
     name = "triton-union"
     rows_per_union = 4
+
+
+class TritonHopper(TritonKernels):
+    """The same plans, their forward by TMA and wgmma even where a tile has few rows.
+
+    Lists with slopes, and caches whose pages lie apart by no whole number of tokens, are left to the other kernel, as a
+    plan leaves them; the path of a run says so.
+    """
+
+    name = "triton-hopper"
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device)
+        from attnconform.kernels.sparse_attention.hopper_choice import why_not_here
+        from attnconform.kernels.sparse_attention.tuning import Choice
+
+        missing = why_not_here(torch.device(device))
+        if missing is not None:
+            raise Unavailable(f"{self.name} is a kernel of the GPU: {missing}")
+        self.choice = Choice(forward="hopper")
+        numerics = {
+            dtype: replace(declared, min_tile=64, denominator_tile=128)
+            for dtype, declared in declared_numerics(interpreted=False).items()
+            if dtype != "float32"
+        }
+        self.capabilities = replace(
+            self.capabilities,
+            supported=EXPRESSIBLE_ON_HOPPER,
+            numerics=numerics,
+            has_backward=False,
+            score_gradients=False,
+        )
+
+    def plan(self, problem: ProblemView, dtype: torch.dtype) -> Any:
+        arguments = self.plan_arguments(problem, dtype)
+        has_slopes = any(isinstance(rule, self.rules.Alibi) for rule in arguments["score_rules"])
+        if arguments["candidates"] is None or not has_slopes:
+            arguments["choice"] = self.choice
+        return self.kernels.plan(**arguments, num_kv_splits=problem.hints.num_kv_splits)
+
+    def run(self, handle: Any, tensors: Tensors) -> Forward:
+        done = super().run(handle, tensors)
+        is_there = all("hopper" in launch.prepared for launch in handle.launches)
+        return dataclasses.replace(done, path=self.name if is_there else done.path)
 
 
 class TritonAtomic(TritonKernels):

@@ -10,6 +10,7 @@ from attnconform.kernels.sparse_attention.tasks import MERGE_FIELDS, TASK_FIELDS
 from attnconform.kernels.sparse_attention.tuning import (
     MERGE_LAUNCH_SPLITS,
     MERGE_SPLITS,
+    SMALLEST_SCALE,
     TileShape,
     lanes_of_merge,
     power_of_two_from,
@@ -17,7 +18,6 @@ from attnconform.kernels.sparse_attention.tuning import (
 from attnconform.kernels.sparse_attention.union import UNION_FIELDS, UnionLists
 
 MIN_DIM = 16  # the least a tensor core takes
-SMALLEST_SCALE = 2.0**-126
 
 
 def attend_arguments(plan: Plan, launch: Launch) -> tuple[dict[str, object], dict[str, int]]:

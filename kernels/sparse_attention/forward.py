@@ -34,6 +34,7 @@ from attnconform.kernels.sparse_attention.attend import attend_kernel
 from attnconform.kernels.sparse_attention.attend_union import attend_union_kernel
 from attnconform.kernels.sparse_attention.errors import PlanError
 from attnconform.kernels.sparse_attention.graphs import call_or_replay
+from attnconform.kernels.sparse_attention.hopper import launch_hopper
 from attnconform.kernels.sparse_attention.merging import merge_kernel
 from attnconform.kernels.sparse_attention.plan import Plan
 from attnconform.kernels.sparse_attention.prepared import PreparedLaunch
@@ -135,7 +136,9 @@ class RunTensors(NamedTuple):
 
 
 def launch_attend(plan: Plan, launch: Launch, tensors: RunTensors) -> None:
-    """One program per task."""
+    """One program per task, or `hopper` where the plan chose it and the caches lie as TMA reads them."""
+    if launch.shape.box and launch_hopper(plan, launch, tensors):
+        return
     if "attend" not in launch.prepared:
         grid = (launch.tasks.shape[0], 1, 1)
         launch.prepared["attend"] = PreparedLaunch(attend_kernel, grid, *attend_arguments(plan, launch))

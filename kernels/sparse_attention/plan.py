@@ -32,6 +32,7 @@ from attnconform.kernels.sparse_attention.candidates import (
 from attnconform.kernels.sparse_attention.dropout import Dropout
 from attnconform.kernels.sparse_attention.errors import PlanError
 from attnconform.kernels.sparse_attention.graphs import GraphCache
+from attnconform.kernels.sparse_attention.hopper_choice import Call, choose_box
 from attnconform.kernels.sparse_attention.quantization import KVQuantization, scale_shape
 from attnconform.kernels.sparse_attention.rules import (
     LoweredMask,
@@ -231,6 +232,17 @@ def plan(
     cache = check_cache(qo_indptr, seqlen_kv, q_offset, page_table, page_size, num_pages, owned, where)
     rows = _query_rows(cache, num_qo_heads)
     mask = lower_mask(mask_rule, rows)
+    call = Call(
+        page_size=page_size,
+        sm_scale=sm_scale,
+        has_custom_mask=mask.mask_fn is not None,
+        has_dropout=dropout is not None,
+        score_rules=tuple(score_rules),
+        candidates=candidates,
+        has_local=bool(window) or num_sink_tokens > 0,
+        order=order,
+    )
+    geometry = replace(geometry, box=choose_box(geometry, call, device))
     blocks, lists = _build_lists(candidates, cache, geometry, window, num_sink_tokens)
     listed_window = window if candidates else None
     launches = build_launches(blocks, lists, mask, geometry, listed_window, device)

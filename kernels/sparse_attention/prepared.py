@@ -25,8 +25,9 @@ class PreparedLaunch:
         self.fixed_values = tuple(fixed.values())
         self.compiled: dict[object, Callable[..., None]] = {}
 
-    def __call__(self, tensors: tuple[Tensor | None, ...], strides: tuple[tuple[int | None, ...] | None, ...]) -> None:
-        key = (strides, *[None if tensor is None else tensor.data_ptr() % 16 for tensor in tensors])
+    def __call__(self, tensors: tuple[object, ...], strides: tuple[tuple[int | None, ...] | None, ...]) -> None:
+        # what is no tensor is None, or a descriptor: its address goes into it, and is aligned for TMA
+        key = (strides, *[tensor.data_ptr() % 16 if isinstance(tensor, Tensor) else None for tensor in tensors])
         runner = self.compiled.get(key)
         if runner is not None:
             runner(*tensors, *strides, *self.fixed_values)

@@ -32,6 +32,7 @@ from attnconform.kernels.sparse_attention.tuning import (
     choose_shape,
     largest_tile_m,
     merges_in_launch,
+    runs_on_hopper,
 )
 
 # Columns of the two tables, in order; the kernels load them by number.
@@ -95,6 +96,8 @@ def build_launches(
     largest = largest_tile_m(geometry)
     heads = heads_per_tile(geometry, largest)
     is_small = (blocks.q_count * heads <= SMALL_TILE_M) | (largest <= SMALL_TILE_M)
+    if runs_on_hopper(0, geometry):  # whatever the rows
+        is_small = torch.zeros_like(is_small)
     launches = []
     for chosen, cap in ((is_small, min(largest, SMALL_TILE_M)), (~is_small, largest)):
         if bool(chosen.any()):

@@ -7,10 +7,18 @@ Figures beside a choice are from one H200. A measured choice of one shape and on
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 MIN_TILE_M = 16  # the least a tensor core takes
 SMALL_TILE_M = 32  # decode: up to here a tile is a stream of loads
 LARGE_TILE_M = 256
+
+# of `hopper`: what two groups of warps hold in registers, and two tiles of K and V in shared memory
+HOPPER_TILE_M = 128
+HOPPER_TILE_KV = 128
+HOPPER_STAGES = 2
+
+SMALLEST_SCALE = 2.0**-126  # below it a scale may be 0 in float32, which makes NaN of a masked score
 
 PROGRAMS_PER_PROCESSOR = 2
 MIN_TILES_PER_SPLIT = 4
@@ -55,6 +63,7 @@ class TileShape:
     tile_kv: int
     num_warps: int
     num_stages: int
+    box: int = 0  # keys that TMA copies at once where `hopper` runs; 0: attend_kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +74,7 @@ class Choice:
     num_warps: int | None = None
     num_stages: int | None = None
     num_kv_splits: int | None = None
+    forward: Literal["hopper", "plain"] | None = None  # which kernel; hopper is refused where it cannot run
 
 
 NO_CHOICE = Choice()
@@ -86,6 +96,7 @@ class Geometry:
     has_score_rules: bool = False
     is_quantized: bool = False  # either cache
     choice: Choice = NO_CHOICE
+    box: int = 0  # keys of a TMA box, 0 where attend_kernel runs, from `hopper_choice`
 
     @property
     def head_dim(self) -> int:
@@ -95,6 +106,8 @@ class Geometry:
 
 def largest_tile_m(geometry: Geometry) -> int:
     """As many rows as registers hold; float32 products have no tensor core and keep whole rows of q in registers."""
+    if geometry.box:
+        return HOPPER_TILE_M
     if geometry.element_size > 2:
         return MIN_TILE_M
     if geometry.head_dim > 128:
@@ -107,10 +120,17 @@ def choose_shape(max_rows: int, cap: int, heads: int, geometry: Geometry, num_bl
     """Tile sizes for `num_blocks` blocks of up to `max_rows` rows."""
     tile_q = max(1, min(max_rows, cap // heads))
     tile_m = max(MIN_TILE_M, 1 << (tile_q * heads - 1).bit_length())
+    if runs_on_hopper(tile_m, geometry):
+        return TileShape(tile_q, heads, HOPPER_TILE_M, HOPPER_TILE_KV, num_warps=8, num_stages=2, box=geometry.box)
     num_tiles = num_blocks * geometry.num_qo_heads // heads
     tile_kv, num_warps, num_stages = _steps(tile_m, num_tiles, geometry)
     shape = TileShape(tile_q, heads, tile_m, geometry.tile_kv or tile_kv, num_warps, num_stages)
     return apply_choice(shape, geometry.choice)
+
+
+def runs_on_hopper(tile_m: int, geometry: Geometry) -> bool:
+    """Whether a tile of so many rows is one of `hopper`; smaller ones only where that is asked for."""
+    return geometry.box > 0 and (tile_m >= HOPPER_TILE_M or geometry.choice.forward == "hopper")
 
 
 def apply_choice(shape: TileShape, choice: Choice) -> TileShape:

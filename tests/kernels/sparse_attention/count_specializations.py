@@ -4,16 +4,19 @@ Runs without a GPU and compiles nothing: Triton is given a device that is not th
 stopped before it compiles. The last line changes what is compiled in, so that a count that cannot rise is seen.
 """
 
+from unittest.mock import patch
+
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from attnconform.kernels.sparse_attention import CandidateLists, plan, plan_tier
+from attnconform.kernels.sparse_attention import CandidateLists, hopper_choice, plan, plan_tier
 from attnconform.kernels.sparse_attention.block_mask import Extent, build_block_mask
 from attnconform.kernels.sparse_attention.forward import launch_run
 from attnconform.kernels.sparse_attention.rules import And, Causal, Document, Window
+from attnconform.kernels.sparse_attention.tuning import Choice
 
 HEADS = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 64, "head_dim_vo": 64}
 COMMON = {**HEADS, "page_size": 16, "num_pages": 64, "sm_scale": 0.1, "dtype": torch.bfloat16, "device": "cpu"}
@@ -94,6 +97,13 @@ def prefill():
         attend(plan(**COMMON, **rows, mask_rule=And((Causal(), Window(left=seqlen_q)))))
 
 
+@patch.object(hopper_choice, "why_not_here", lambda device: None)
+def hopper():
+    for lengths in ((300, 400), (512, 512), (257, 500), (1, 16)):
+        rows = {"qo_indptr": [0, lengths[0]], "seqlen_kv": [lengths[1]], "page_table": table(1)}
+        attend(plan(**COMMON, **rows, mask_rule=Causal(), choice=Choice(forward="hopper")))
+
+
 def union():
     for seqlen_q, count in ((9, 3), (31, 7)):
         rows = {"qo_indptr": [0, seqlen_q], "seqlen_kv": [300], "page_table": table(1)}
@@ -124,7 +134,7 @@ def page_size():
 
 if __name__ == "__main__":
     watch()
-    for work in (decode, prefill, union, tier, block_mask, page_size):
+    for work in (decode, prefill, hopper, union, tier, block_mask, page_size):
         KEYS.clear()
         work()
         print(work.__name__, len(KEYS))

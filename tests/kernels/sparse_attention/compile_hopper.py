@@ -1,0 +1,95 @@
+"""Compiles the kernel of Hopper for a GPU that is not there, and counts spills between its products.
+
+A process of its own: once Triton interprets, it compiles no more. Nothing is launched.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+
+import torch
+import triton
+from compile_without_gpu import Target
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from attnconform.kernels.sparse_attention import CandidateLists, hopper_choice, plan
+from attnconform.kernels.sparse_attention.forward import launch_run
+from attnconform.kernels.sparse_attention.rules import Alibi, Causal, SoftCap
+from attnconform.kernels.sparse_attention.tuning import Choice
+
+ROWS, HEADS, KV_HEADS, DIM, PAGE = 256, 32, 8, 128, 16
+BLOCKS = CandidateLists(
+    granularity="block", sharing="shared", block_size=PAGE, q_block_size=ROWS, indptr=torch.tensor([0, 2]),
+    indices=torch.tensor([1, 3]),
+)  # fmt: skip
+VARIANTS = {
+    "plain": {"mask_rule": Causal()},
+    "alibi": {"mask_rule": Causal(), "score_rules": [Alibi((0.5,) * HEADS)]},
+    "cap": {"mask_rule": Causal(), "score_rules": [SoftCap(20.0)]},
+    "lists": {"candidates": BLOCKS},
+}
+
+
+def compile_only(run: Callable, compiled: list) -> Callable:
+    """A call of a kernel that ends where it would be launched."""
+
+    class Uncalled:
+        def __getitem__(self, grid: object) -> Callable:
+            return lambda *arguments: None
+
+    def instead(self: JITFunction, *args: object, grid: object, warmup: bool, **options: object) -> object:
+        compiled.append(run(self, *args, grid=grid, warmup=True, **options))
+        return Uncalled()
+
+    return instead
+
+
+def attend(**rules: object) -> None:
+    the_plan = plan(
+        qo_indptr=[0, ROWS], seqlen_kv=[ROWS], page_table=torch.arange(ROWS // PAGE).int()[None], page_size=PAGE,
+        num_pages=ROWS // PAGE, num_qo_heads=HEADS, num_kv_heads=KV_HEADS, head_dim_qk=DIM, head_dim_vo=DIM,
+        sm_scale=0.1, dtype=torch.bfloat16, device="cpu", choice=Choice(forward="hopper"), **rules,
+    )  # fmt: skip
+    q, k, v, out, lse = (torch.zeros(shape, dtype=dtype) for _, shape, dtype in the_plan.tensor_shapes)
+    launch_run(the_plan, q, k, v, None, None, out, lse)
+
+
+def loops_of_products(cubin: bytes) -> list[list[str]]:
+    """Instructions of every innermost loop of a kernel that multiplies."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    starts: dict[str, int] = {}
+    instructions: list[str] = []
+    loops = []
+    for line in text.splitlines():
+        label = re.match(r"\s*\.(L\w+):", line)
+        found = re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line)
+        if label:
+            starts[label[1]] = len(instructions)
+        elif found:
+            instructions.append(found[1])
+            jump = re.search(r"BRA.*?`\(\.(L\w+)\)", found[1])
+            if jump and jump[1] in starts:
+                loops.append((starts[jump[1]], len(instructions)))
+    innermost = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    bodies = [instructions[start:end] for start, end in innermost]
+    return [body for body in bodies if any("GMMA" in instruction for instruction in body)]
+
+
+if __name__ == "__main__":
+    driver.set_active(Target())
+    hopper_choice.why_not_here = lambda device: None
+    kernels: list = []
+    JITFunction.run = compile_only(JITFunction.run, kernels)
+    for name, rules in VARIANTS.items():
+        attend(**rules)
+        bodies = loops_of_products(kernels[-1].asm["cubin"])
+        spills = sum(bool(re.search(r"\b(LDL|STL)\b", line)) for body in bodies for line in body)
+        print(f"compiled {name}: {spills} spills among products of {len(bodies)} groups", flush=True)
+    sys.exit(0)
