@@ -58,7 +58,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
     supported: Mapping[str, Domain] = {}  # axis name -> values it runs
     fallback: Mapping[str, Domain] = {}  # axis name -> further values it runs on another path, which it then reports
-    numerics: Mapping[str, Numerics] = {}  # dtype -> declared arithmetic; the class of the dtype's name if absent
+    # dtype, or dtype/codes where V is quantized -> declared arithmetic; the class of the dtype's name if absent
+    numerics: Mapping[str, Numerics] = {}
     returns_lse: bool = True
     lse_base: Literal["e", "2"] = "e"
     has_backward: bool = True
@@ -78,10 +79,11 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
             return self.supported[axis].holds(value)
         return value == OPTIONAL_AXES.get(axis, value)
 
-    def numerics_of(self, dtype: str) -> Numerics:
-        """Declared arithmetic for inputs of one dtype."""
-        if dtype in self.numerics:
-            return self.numerics[dtype]
+    def numerics_of(self, dtype: str, *, of_codes: bool = False) -> Numerics:
+        """Declared arithmetic for inputs of one dtype; of_codes: V is quantized."""
+        for name in (f"{dtype}/codes", dtype) if of_codes else (dtype,):
+            if name in self.numerics:
+                return self.numerics[name]
         return NUMERICS_CLASSES[{"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "float64"}[dtype]]
 
 

@@ -88,9 +88,11 @@ def declared_numerics(interpreted: bool) -> dict[str, Numerics]:
     """Arithmetic of the kernels; a tile may have 16 keys or 256, and partial states of splits are merged."""
     suffix = "" if interpreted else "-hopper"
     tiles = {"min_tile": 16, "denominator_tile": 256, "num_splits": 8 if interpreted else 64}
+    # scales of channels go into q, those of pages and tokens into P, and both are rounded to float16
+    bfloat16 = replace(NUMERICS_CLASSES[f"bf16{suffix}"], scale_bits=11, **tiles)
     return {
-        # scales of channels go into q, those of pages and tokens into P, and both are rounded to float16
-        "bfloat16": replace(NUMERICS_CLASSES[f"bf16{suffix}"], scale_bits=11, **tiles),
+        "bfloat16": bfloat16,
+        "bfloat16/codes": replace(bfloat16, p_storage="float16"),  # P meets codes, which float16 holds exactly
         "float16": replace(NUMERICS_CLASSES[f"fp16{suffix}"], scale_bits=11, **tiles),
         "float32": replace(NUMERICS_CLASSES["fp32"], **tiles),
     }

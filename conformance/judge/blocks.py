@@ -8,7 +8,7 @@ import numpy as np
 from attnconform.conformance.bounds.block import AttentionBlock
 from attnconform.conformance.bounds.numerics import FORMATS
 from attnconform.conformance.cases.values import Values
-from attnconform.conformance.judge.trial import Trial
+from attnconform.conformance.judge.trial import Trial, declared_numerics
 from attnconform.reference.coordinates import FloatArray, IntArray, Positions
 from attnconform.reference.problem import AttentionProblem, QueryRow
 from attnconform.reference.rope import frequencies, pairs
@@ -62,7 +62,7 @@ def place_block(
         scores[i], slope[i] = steps.scores(problem, where, h, every, k @ q[i])
     heads = np.array([h for _, h in stacked])
     q_idx = np.array([w.q_idx for w, _ in stacked])
-    numerics = trial.backend.capabilities.numerics_of(trial.case.structure.dtype)
+    numerics = declared_numerics(trial)
     errors = operand_errors(problem, numerics.scale_bits, q_idx, q, k, v)
     block = AttentionBlock(
         q=q,

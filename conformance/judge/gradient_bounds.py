@@ -16,7 +16,7 @@ from attnconform.conformance.cases.values import Values
 from attnconform.conformance.judge.blocks import TURN_ROUNDINGS, UNIT, PlacedBlock, placed_blocks
 from attnconform.conformance.judge.coefficients import rule_coefficients
 from attnconform.conformance.judge.epilogue import EXP_ROUNDINGS
-from attnconform.conformance.judge.trial import ObservedGradients, Trial
+from attnconform.conformance.judge.trial import ObservedGradients, Trial, declared_numerics
 from attnconform.conformance.judge.values import Comparison
 from attnconform.reference.coordinates import FloatArray, IntArray
 from attnconform.reference.epilogue import epilogue_slope
@@ -43,7 +43,7 @@ def compare_gradients(
     trial: Trial, values: Values, observed: ObservedGradients, oracle: Gradients, result: AttentionResult
 ) -> list[Comparison]:
     """dq, dk, dv, dsink and the score rules' gradients with their bounds."""
-    numerics = trial.backend.capabilities.numerics_of(trial.case.structure.dtype)
+    numerics = declared_numerics(trial)
     want, got = wanted(trial, oracle, observed), given(observed)
     bounds: Bounds = {name: (np.zeros_like(want[name]), np.zeros_like(want[name])) for name in GRADIENTS}
     parameters = {name: no_bound(want[name].size) for name in want if name not in GRADIENTS}

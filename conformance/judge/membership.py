@@ -19,7 +19,7 @@ from attnconform.reference.problem import AttentionProblem
 from attnconform.reference.steps import Steps
 
 HEAD_ROTATION = 5  # one-hot columns differ by KV head, so that a wrong head shows as wrong slots
-LEAST_WEIGHT = 1e-6  # of a row's total; what is lighter may vanish in half precision
+LEAST_WEIGHT = 1e-6  # of a row's denominator; what is lighter may vanish in half precision
 MAX_LISTED = 4
 
 
@@ -71,9 +71,14 @@ def probe(trial: Trial) -> SlotWeights:
     expected, edges = expected_weights(trial)
     scaled = observed_outputs(trial)
     observed = scaled if trial.backend.capabilities.returns_lse else normalized(scaled, expected)
-    total = expected.sum(axis=2, keepdims=True)
-    resolvable = expected >= LEAST_WEIGHT * total
+    resolvable = expected >= LEAST_WEIGHT * denominators(trial.problem, expected)
     return SlotWeights(expected, observed, edges, resolvable)
+
+
+def denominators(problem: AttentionProblem, expected: FloatArray) -> FloatArray:
+    """(total_q, num_qo_heads, 1): what weights are divided by, their sum and the weight of a sink. [LSE-SINK]"""
+    total = expected.sum(axis=2, keepdims=True)
+    return total if problem.sink_logits is None else total + np.exp(problem.sink_logits)[None, :, None]
 
 
 def expected_weights(trial: Trial) -> tuple[FloatArray, IntArray]:

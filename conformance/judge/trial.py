@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from attnconform.conformance.backend import Backend, Backward, Forward, Tensors
+from attnconform.conformance.bounds.numerics import Numerics
 from attnconform.conformance.cases.structure import Case, build_problem
 from attnconform.conformance.cases.values import Values, build_values
 from attnconform.conformance.judge.storage import store_inputs, store_upstream, true_ones
@@ -235,6 +236,12 @@ class Trial:
 def replace_seed(case: Case, seed: int) -> Case:
     """The same case with another seed; its id no longer fits and is not used."""
     return msgspec.structs.replace(case, seed=seed)
+
+
+def declared_numerics(trial: Trial) -> Numerics:
+    """The arithmetic that the backend declares for inputs such as the case's."""
+    structure = trial.case.structure
+    return trial.backend.capabilities.numerics_of(structure.dtype, of_codes=structure.v_quant is not None)
 
 
 def with_values(values: Values, **changes: FloatArray) -> Values:

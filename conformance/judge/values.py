@@ -14,7 +14,7 @@ from attnconform.conformance.clauses import checks
 from attnconform.conformance.judge.blocks import placed_blocks
 from attnconform.conformance.judge.epilogue import through_epilogue
 from attnconform.conformance.judge.ratio import ratio_text
-from attnconform.conformance.judge.trial import Observed, Trial
+from attnconform.conformance.judge.trial import Observed, Trial, declared_numerics
 from attnconform.conformance.judge.verdict import Finding, State
 from attnconform.reference.coordinates import FloatArray
 from attnconform.reference.steps import AttentionResult
@@ -75,7 +75,7 @@ class Comparison:
 
 def compare_forward(trial: Trial, values: Values, observed: Observed, oracle: AttentionResult) -> list[Comparison]:
     """out and lse with their bounds."""
-    numerics = trial.backend.capabilities.numerics_of(trial.case.structure.dtype)
+    numerics = declared_numerics(trial)
     out_worst, out_probable = np.zeros_like(oracle.out), np.zeros_like(oracle.out)
     lse_worst, lse_probable = np.zeros_like(oracle.lse), np.zeros_like(oracle.lse)
     for placed in placed_blocks(trial, values):

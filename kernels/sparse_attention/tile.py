@@ -145,7 +145,8 @@ def attend_keys(
         scores = tl.where(admitted, scores, float("-inf"))
 
     tile_max = tl.max(scores, axis=1)
-    if K_FORMAT is None:  # the scale of codes may be one a row, of another shape
+    # Two conditions: the compiler knows the first alone, and the scale of codes may be one a row, of another shape.
+    if K_FORMAT is None:  # noqa: SIM102
         if IS_SCALED_LATE:
             # One product less an element: a factor above 0 keeps the order, and the other product joins a subtraction.
             tile_max *= score_scale
