@@ -171,11 +171,18 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
+def driver_id() -> str:
+    """What the driver's tool calls the GPU in use: its own numbers know nothing of CUDA_VISIBLE_DEVICES."""
+    if not torch.cuda.is_available():
+        return "0"
+    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+
+
 def query_driver(field: str) -> str:
     """A field as the driver's tool names it."""
     if shutil.which("nvidia-smi") is None:
         return "unknown"
-    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader", "--id=0"]
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader", f"--id={driver_id()}"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):
