@@ -26,9 +26,10 @@ OF_A_TIER: dict[str, Domain] = {
 
 @dataclass
 class TierHandle:
-    """A tier, and the index tensors that its last update read."""
+    """A tier, what it was made for, and the index tensors that its last update read."""
 
     tier: Any
+    made_for: tuple[Any, ...]
     indices: tuple[torch.Tensor, ...] = ()
 
 
@@ -70,10 +71,12 @@ class TritonTiers(TritonKernels):
             k_quant=self.quantization(spec.k_quant),
             v_quant=self.quantization(spec.v_quant),
         )
-        return self.replan(TierHandle(tier), problem)
+        return self.replan(TierHandle(tier, kept_by_a_tier(problem)), problem)
 
     def replan(self, handle: TierHandle, problem: ProblemView) -> TierHandle:
         spec, lists = problem.spec, lists_of(problem)
+        if handle.made_for != kept_by_a_tier(problem):
+            return self.plan(problem, handle.tier.plan.dtype)
         table = torch.full_like(handle.tier.plan.page_table, -1)
         given = problem.tensor(spec.cache.page_table)
         table[:, : given.shape[1]] = given
@@ -96,6 +99,13 @@ class TritonTiers(TritonKernels):
 
     def run(self, handle: TierHandle, tensors: Tensors) -> Forward:
         return super().run(handle.tier.plan, tensors)
+
+
+def kept_by_a_tier(problem: ProblemView) -> tuple[Any, ...]:
+    """Numbers that an update does not renew: another tier is made for others."""
+    spec, lists = problem.spec, lists_of(problem)
+    sinks = None if spec.sink_logits is None else tuple(spec.sink_logits)
+    return spec.sm_scale, sinks, spec.score_rules, lists.window, lists.num_sink_tokens
 
 
 def lists_of(problem: ProblemView) -> Candidates:

@@ -277,9 +277,10 @@ def with_half_the_keys(trial: Trial) -> Trial:
 
 
 def with_other_numbers(trial: Trial) -> Trial:
-    """The same shapes over other pages, queries one position further back, and other numbers wherever there are any.
+    """The same shapes over other pages, and other numbers wherever there are any. [PLAN-REPLAN]
 
-    Everything that a plan may hold and that is neither a length, a list nor a rule. [PLAN-REPLAN]
+    Everything that a plan may hold and that is neither a length, a list nor a rule. Queries with places of their own
+    move one position back; those at the end of their request stay there, for a decode backend knows no other place.
     """
     moved = with_pages_renumbered(trial)
     problem = moved.problem
@@ -287,7 +288,7 @@ def with_other_numbers(trial: Trial) -> Trial:
     other = replace(
         problem,
         sm_scale=OTHER_SCALE * problem.sm_scale,
-        q_offset=problem.q_offset - (problem.q_offset > 0),
+        q_offset=problem.q_offset - (problem.q_offset > 0) * (trial.case.structure.q_offset is not None),
         sink_logits=None if sinks is None else sinks + OTHER_SINK,
         dropout=None if dropout is None else replace(dropout, seed=dropout.seed + 1),
         k_quant=with_half_scales(problem.k_quant),

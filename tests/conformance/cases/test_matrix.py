@@ -270,7 +270,10 @@ EXERCISES: dict[str, Callable[[Case], bool]] = {
         for quant in (case.structure.k_quant, case.structure.v_quant)
     ),
     "LSE-SINK": lambda case: case.structure.sink_logits is not None,
-    "COORD-STRIDE": lambda case: case.structure.interleaved or case.structure.layout == "HND",
+    # dout of a sum is expanded from one number
+    "COORD-STRIDE": lambda case: (
+        case.structure.interleaved or case.structure.layout == "HND" or case.values == "summed_out"
+    ),
     "SCORE-ORDER": lambda case: len(case.structure.score_rules) > 1,
     "MERGE-SPLIT": lambda case: (case.structure.hints.num_kv_splits or 1) > 1,
 }
