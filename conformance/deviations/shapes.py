@@ -455,9 +455,8 @@ class RoundsRankBiasesToBf16(Steps):
 # -- gradients of some rows --------------------------------------------------------------------------------------------
 
 
-@deviates("GRAD-SINK", fault_class="R", report="no report: a sink's gradient stored by the first request, not added")
-class GivesDsinkOfTheFirstRequest(Steps):
-    """dsink is that of the rows of request 0."""
+class LeavesRowsOutOfDsink(Steps):
+    """The reference with one hook: rows that add nothing to dsink."""
 
     def add_row(
         self, problem: AttentionProblem, where: QueryRow, qo_head: int, k: FloatArray, v: FloatArray,
@@ -465,22 +464,28 @@ class GivesDsinkOfTheFirstRequest(Steps):
     ) -> None:  # fmt: skip
         before = None if into.dsink is None else into.dsink.copy()
         super().add_row(problem, where, qo_head, k, v, arrives, into)
-        if before is not None and into.dsink is not None and where.request:
+        if before is not None and into.dsink is not None and self.is_left_out(problem, where, qo_head):
             into.dsink[...] = before
+
+    def is_left_out(self, problem: AttentionProblem, where: QueryRow, qo_head: int) -> bool:
+        """Whether a row and head is one of them."""
+        raise NotImplementedError
+
+
+@deviates("GRAD-SINK", fault_class="R", report="no report: a sink's gradient stored by the first request, not added")
+class GivesDsinkOfTheFirstRequest(LeavesRowsOutOfDsink):
+    """dsink is that of the rows of request 0."""
+
+    def is_left_out(self, problem: AttentionProblem, where: QueryRow, qo_head: int) -> bool:
+        return where.request > 0
 
 
 @deviates("GRAD-SINK", fault_class="E", report="no report: an early exit of empty rows, which a sink still reaches")
-class GivesEmptyRowsNoDsink(Steps):
+class GivesEmptyRowsNoDsink(LeavesRowsOutOfDsink):
     """A row that sees no key adds nothing to dsink, though its lse moves with the sink."""
 
-    def add_row(
-        self, problem: AttentionProblem, where: QueryRow, qo_head: int, k: FloatArray, v: FloatArray,
-        arrives: Upstream, into: Gradients,
-    ) -> None:  # fmt: skip
-        before = None if into.dsink is None else into.dsink.copy()
-        super().add_row(problem, where, qo_head, k, v, arrives, into)
-        if before is not None and into.dsink is not None and not len(self.effective(problem, where, qo_head)):
-            into.dsink[...] = before
+    def is_left_out(self, problem: AttentionProblem, where: QueryRow, qo_head: int) -> bool:
+        return not len(self.effective(problem, where, qo_head))
 
 
 @deviates("GRAD-FORMULA", fault_class="D", report="no report: rowsum(dO * O) over one vector of 64 components")

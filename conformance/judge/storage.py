@@ -127,8 +127,9 @@ def upstream_view(numbers: FloatArray, dtype: str, structure: Structure, device:
 
     [COORD-STRIDE]
     """
-    tensor = torch.from_numpy(numbers).to(TORCH_DTYPES[dtype]).to(device, non_blocking=True)
-    if tensor.numel() and bool((tensor == tensor.flatten()[0]).all()):
+    stored = torch.from_numpy(numbers).to(TORCH_DTYPES[dtype])
+    tensor = stored.to(device, non_blocking=True)
+    if stored.numel() and bool((stored == stored.flatten()[0]).all()):
         alone = within_storage(tensor.flatten())
         alone[1:] = no_number(alone.dtype)
         return alone.as_strided(tensor.shape, (0,) * tensor.ndim)
