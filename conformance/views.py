@@ -7,10 +7,13 @@ import msgspec
 import numpy as np
 import torch
 
+from attnconform.conformance.embedding import embedded
 from attnconform.reference.candidates import HOLE
 from attnconform.reference.coordinates import BoolArray, FloatArray, IntArray, Positions
 from attnconform.reference.formats import csr_to_fixed_width, dense_masks
 from attnconform.reference.problem import AttentionProblem
+
+SPARE = 3  # entries between rows of a strided table
 
 
 class Hints(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +35,7 @@ class ProblemView:
     def tensor(self, array: IntArray | BoolArray | FloatArray, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         """Any array of the problem on the device."""
         made = torch.as_tensor(np.ascontiguousarray(array)).to(dtype).to(self.device, non_blocking=True)
-        return within_zeros(made) if self.strided else made
+        return embedded(made, 0, spare=SPARE if made.ndim > 1 else 0) if self.strided else made
 
     @cached_property
     def masks(self) -> list[torch.Tensor]:
@@ -80,20 +83,6 @@ class ProblemView:
     @property
     def hole(self) -> int:
         return HOLE
-
-
-LEAD, SPARE = 64, 3  # elements before the first one, and between rows of a table
-
-
-def within_zeros(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers as a view of a larger storage that is 0 elsewhere. [COORD-STRIDE]"""
-    wide = tensor.shape if tensor.ndim < 2 else (*tensor.shape[:-1], tensor.shape[-1] + SPARE)
-    size = torch.Size(wide).numel()
-    storage = torch.zeros(LEAD + size + LEAD, dtype=tensor.dtype, device=tensor.device)
-    view = storage[LEAD : LEAD + size].view(wide)
-    if tensor.ndim > 1:
-        view = view[..., : tensor.shape[-1]]
-    return view.copy_(tensor)
 
 
 def without_mask_rule(spec: AttentionProblem) -> AttentionProblem:

@@ -10,7 +10,7 @@ import torch
 from attnconform.conformance.adapters.reference_steps import StepsBackend
 from attnconform.conformance.backend import Backward, Forward, Tensors
 from attnconform.conformance.deviations.coordinates import AddressesMemory, LooksUpPages, element_offsets
-from attnconform.conformance.deviations.deviation import deviates
+from attnconform.conformance.deviations.deviation import build_backend, deviates
 from attnconform.conformance.views import ProblemView
 from attnconform.reference.coordinates import BoolArray, FloatArray, IntArray, PageOffsets, Positions
 from attnconform.reference.problem import AttentionProblem, QueryRow, default_q_offset
@@ -259,17 +259,12 @@ class UnderHints(StepsBackend):
     """The reference, but for calls that ask for several splits."""
 
     least: ClassVar[int] = 2  # splits from which the mistake is made
-    mistake: ClassVar[Steps]
+    mistake: ClassVar[type[Steps]]
 
     def forward(self, problem: ProblemView, tensors: Tensors) -> Forward:
         if (problem.hints.num_kv_splits or 1) < self.least:
             return super().forward(problem, tensors)
-        steps = type(self).steps
-        self.steps = self.mistake  # type: ignore[misc]  # of this instance, during one call
-        try:
-            return super().forward(problem, tensors)
-        finally:
-            self.steps = steps  # type: ignore[misc]
+        return build_backend(self.mistake).forward(problem, tensors)
 
 
 class ForgetsSinks(Steps):
@@ -290,7 +285,7 @@ class TakesFourPieces(Steps):
 class ForgetsTheSinkWhereThereAreSplits(UnderHints):
     """Sinks enter where a row is one piece, and nowhere else."""
 
-    mistake = ForgetsSinks()
+    mistake = ForgetsSinks
 
 
 @deviates("MERGE-SPLIT", fault_class="S", report="no report: a merge with room for four partial states")
@@ -298,7 +293,7 @@ class MergesFourPiecesOfEight(UnderHints):
     """Where a row is eight pieces, four are merged."""
 
     least = 8
-    mistake = TakesFourPieces()
+    mistake = TakesFourPieces
 
 
 @deviates("SAFE-WRITE", fault_class="U", report="BR-35 flashinfer-ai/flashinfer#50: lse stored by one of two paths")

@@ -7,6 +7,7 @@ import torch
 
 from attnconform.conformance.backend import Tensors
 from attnconform.conformance.cases.structure import Structure
+from attnconform.conformance.embedding import LEAD, embedded
 from attnconform.reference.coordinates import BoolArray, FloatArray
 from attnconform.reference.problem import AttentionProblem
 from attnconform.reference.quantization import LARGEST, QuantFormat, Quantization
@@ -18,7 +19,6 @@ GUARD_ELEMENTS = 256
 # what each guard band holds, exact in every storage dtype: a band that is copied onto another one shows as well
 GUARD_VALUES = {("out", "before"): 7.25, ("out", "past"): 7.5, ("lse", "before"): 6.75, ("lse", "past"): 6.5}
 SPARE_DIM = 8  # elements between neighbouring rows of an interleaved pool
-LEAD = 64  # elements of a storage before a tensor's first one; 64 bytes or more, so that wide loads may start there
 
 
 @dataclass(frozen=True)
@@ -89,17 +89,11 @@ def store_cache(
 
 
 def within_storage(tensor: torch.Tensor, *, spare: int = 0) -> torch.Tensor:
-    """A tensor's numbers as a view that begins LEAD elements within its storage, NaN all around. [COORD-STRIDE]
+    """A tensor's numbers as a view that begins within its storage, NaN all around. [COORD-STRIDE]
 
     `spare` entries of the second axis stand between neighbours of the first, as K and V do where q, k and v are packed.
     """
-    wide = tensor.shape if not spare else (tensor.shape[0], tensor.shape[1] + spare, *tensor.shape[2:])
-    size = torch.Size(wide).numel()
-    storage = torch.full((LEAD + size + LEAD,), no_number(tensor.dtype), dtype=tensor.dtype, device=tensor.device)
-    view = storage[LEAD : LEAD + size].view(wide)
-    if spare:
-        view = view[:, : tensor.shape[1]]
-    return view.copy_(tensor)
+    return embedded(tensor, no_number(tensor.dtype), spare=spare, axis=1)
 
 
 def no_number(dtype: torch.dtype) -> float:

@@ -7,7 +7,8 @@ import torch
 from attnconform.conformance.cases.matrix import matrix
 from attnconform.conformance.cases.structure import Case, Structure, build_problem
 from attnconform.conformance.cases.values import build_values
-from attnconform.conformance.judge.storage import LEAD, store_inputs, store_upstream, within_storage
+from attnconform.conformance.embedding import LEAD
+from attnconform.conformance.judge.storage import store_inputs, store_upstream, within_storage
 from attnconform.conformance.views import ProblemView
 
 
