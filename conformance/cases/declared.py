@@ -3,7 +3,8 @@
 The arrays of the matrix cover pairs of all values, and a backend that declares few sees few of their rows. Here the
 same arrays are spanned over the declared values alone; combinations that the declared common cases hold are covered
 already, and new rows are grown for the others. L1 has the pairs, as `L1d`; L3 the triples of core axes and the pairs
-of all its axes, as `L3d`; `L0d` are the smoke cases with declared values. A backend that declares all gets none.
+of all its axes, as `L3d`, unless the common cases hold ENOUGH of them; `L0d` are the smoke cases with declared values.
+A backend that declares all gets none.
 
 The same declaration gives the same cases everywhere: choices come from a counter-based generator, a case's seed from
 its own axis values. As at freezing, a case has to be sound, its tile steps (of L0d and L1d) are bounded, and some

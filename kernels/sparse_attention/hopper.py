@@ -146,4 +146,5 @@ def hopper_arguments(plan: Plan, launch: Launch) -> dict[str, object]:
 
 def _score_code(plan: Plan) -> int:
     """0 without a rule, else one more than the rule's own code, as hopper_kernel has them."""
+    # a CustomScore's code is its function, which hopper_choice has turned away
     return int(plan.score_codes[0]) + 1 if plan.score_codes else 0  # type: ignore[call-overload]
