@@ -49,10 +49,7 @@ class Array:
 def arrays(operation: str, axes: dict[str, tuple[str, ...]] | None = None) -> Iterator[Array]:
     """The arrays of an operation: core, one a feature, features together; over all axis values or over those given."""
     axes = AXES[operation] if axes is None else axes
-    off = features_off(axes)
-    core = axes | off
-    if "quant" in off:
-        core = core | {"values": tuple(v for v in axes["values"] if v != "code_edges")}
+    off, core = features_off(axes), without_features(axes)
     free = [axis for axis, values in core.items() if len(values) > 1]
     triples = [names for names in TRIPLES[operation] if set(names) <= set(free)]
     yield Array(core, (*combinations(free, 2), *triples) if len(free) > 1 else tuple((axis,) for axis in core))
@@ -63,6 +60,13 @@ def arrays(operation: str, axes: dict[str, tuple[str, ...]] | None = None) -> It
         of_feature = axes | off | {"values": values["values"], feature: on}
         yield Array(of_feature, tuple((feature, axis) for axis in free) or ((feature,),))
     yield Array(axes, tuple(combinations(features, 2)))
+
+
+def without_features(axes: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """The axes with features off that may be, and without numbers that only codes can show."""
+    off = features_off(axes)
+    values = axes["values"] if "quant" not in off else tuple(v for v in axes["values"] if v != "code_edges")
+    return axes | off | {"values": values}
 
 
 def features_off(axes: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:

@@ -23,7 +23,7 @@ import msgspec
 from attnconform.conformance.backend import Capabilities
 from attnconform.conformance.cases.axes import Row
 from attnconform.conformance.cases.coverage import undeclared_axes
-from attnconform.conformance.cases.covering import AXES, Array, arrays, features_off
+from attnconform.conformance.cases.covering import AXES, Array, arrays, without_features
 from attnconform.conformance.cases.domain import Axes, declared_axes, is_possible_in
 from attnconform.conformance.cases.draw import Draw
 from attnconform.conformance.cases.edges import build_wide_structure
@@ -104,9 +104,7 @@ def own_arrays(level: str, operation: str, axes: Axes) -> Iterator[Array]:
     if level == "L1d":
         yield from arrays(operation, axes)
         return
-    core = axes | features_off(axes)
-    if "quant" in features_off(axes):
-        core = core | {"values": tuple(value for value in core["values"] if value != "code_edges")}
+    core = without_features(axes)
     yield Array(core, tuple(combinations([axis for axis in core if len(core[axis]) > 1], 3)))
     yield Array(axes, tuple(combinations([axis for axis in axes if len(axes[axis]) > 1], 2)))
 
