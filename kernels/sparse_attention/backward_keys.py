@@ -25,6 +25,7 @@ from attnconform.kernels.sparse_attention.backward_hints import MAX_MASKED_STAGE
 from attnconform.kernels.sparse_attention.backward_query import RowInputs, cache_strides, padded_dim
 from attnconform.kernels.sparse_attention.backward_transpose import PAIR_FIELDS, TransposedPlan
 from attnconform.kernels.sparse_attention.dropout import is_kept
+from attnconform.kernels.sparse_attention.element_loads import launcher
 from attnconform.kernels.sparse_attention.numerics import dot, narrow
 from attnconform.kernels.sparse_attention.plan import Plan
 from attnconform.kernels.sparse_attention.rules import interval_rows, is_in_intervals
@@ -47,7 +48,8 @@ def launch_key_gradients(
     """Writes dk and dv of every slot that a list has; of tiles that were cut, their parts."""
     q, k_cache, v_cache, dout, lse_log2, delta = inputs
     shape, pair_shape, tiles, items = transposed.shape, transposed.pair_shape, transposed.tiles, transposed.items
-    key_gradient_kernel[(items.item_tile.numel(), transposed.num_head_programs)](
+    grid = (items.item_tile.numel(), transposed.num_head_programs)
+    launcher(key_gradient_kernel, grid, q, k_cache, v_cache, dout)(
         q, k_cache, v_cache, dout, lse_log2, delta, dk, dv, *parts,
         q.stride(), cache_strides(plan, k_cache), cache_strides(plan, v_cache), dout.stride(),
         cache_strides(plan, dk), cache_strides(plan, dv),

@@ -26,6 +26,7 @@ from attnconform.kernels.sparse_attention.backward_hints import MAX_MASKED_STAGE
 from attnconform.kernels.sparse_attention.backward_reuse import ColdPages
 from attnconform.kernels.sparse_attention.backward_tasks import QUERY_FIELDS, SUM_FIELDS, QueryLaunch
 from attnconform.kernels.sparse_attention.dropout import is_kept
+from attnconform.kernels.sparse_attention.element_loads import launcher
 from attnconform.kernels.sparse_attention.numerics import dot, narrow
 from attnconform.kernels.sparse_attention.plan import Plan
 from attnconform.kernels.sparse_attention.rules import interval_rows, is_in_intervals
@@ -96,7 +97,7 @@ def launch_query_gradients(
     """Writes dq, or its parts where a tile was cut, and adds dk and dv of cold pages."""
     q, k_cache, v_cache, dout, lse_log2, delta = inputs
     shape = launch.shape
-    query_gradient_kernel[(launch.tasks.shape[0],)](
+    launcher(query_gradient_kernel, (launch.tasks.shape[0],), q, k_cache, v_cache, dout)(
         q, k_cache, v_cache, dout, lse_log2, delta, dq, *(sums or (None, None)), parts,
         q.stride(), cache_strides(plan, k_cache), cache_strides(plan, v_cache), dout.stride(), dq.stride(),
         launch.tasks, plan.page_table, plan.list_slots, plan.list_positions, plan.list_members,

@@ -56,6 +56,7 @@ from attnconform.kernels.sparse_attention.backward_query import (
 )
 from attnconform.kernels.sparse_attention.backward_tasks import QueryLaunch
 from attnconform.kernels.sparse_attention.dropout import is_kept
+from attnconform.kernels.sparse_attention.element_loads import launcher
 from attnconform.kernels.sparse_attention.errors import PlanError
 from attnconform.kernels.sparse_attention.plan import Plan
 from attnconform.kernels.sparse_attention.rules import (
@@ -165,7 +166,7 @@ def _launch_tasks(
 ) -> None:
     q, k_cache, v_cache, dout, lse_log2, delta = inputs
     shape = launch.shape
-    score_gradient_kernel[(launch.tasks.shape[0],)](
+    launcher(score_gradient_kernel, (launch.tasks.shape[0],), q, k_cache, v_cache, dout)(
         q, k_cache, v_cache, dout, lse_log2, delta, row_sums, partial_sums, row_tables,
         q.stride(), cache_strides(plan, k_cache), cache_strides(plan, v_cache), dout.stride(),
         launch.tasks, plan.page_table, plan.list_slots, plan.list_positions, plan.list_members,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import triton
 from torch import Tensor
 
+from attnconform.kernels.sparse_attention.element_loads import compiled_for
 from attnconform.kernels.sparse_attention.numerics import IS_INTERPRETED
 
 
@@ -32,6 +33,13 @@ class PreparedLaunch:
         if runner is not None:
             runner(*tensors, *strides, *self.fixed_values)
             return
-        compiled = self.kernel[self.grid](*tensors, *strides, **self.fixed, **self.options)
+        compiled = self.compile_and_launch(tensors, strides)
         if not IS_INTERPRETED:
             self.compiled[key] = compiled[self.grid]
+
+    def compile_and_launch(
+        self, tensors: tuple[object, ...], strides: tuple[tuple[int | None, ...] | None, ...]
+    ) -> triton.compiler.CompiledKernel:
+        """A launch through Triton, which compiles the kernel where nobody has yet."""
+        with compiled_for(strides[:3]):  # of q, K and V, where the kernel multiplies
+            return self.kernel[self.grid](*tensors, *strides, **self.fixed, **self.options)

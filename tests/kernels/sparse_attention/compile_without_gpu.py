@@ -52,7 +52,8 @@ def compile_only(run: Callable) -> Callable:
 
     def compiled(self: JITFunction, *args: object, grid: object, warmup: bool, **options: object) -> object:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        print("compiled", self.fn.__name__, flush=True)
+        product = next((name for name in ("wgmma", "mma") if f"{name}." in kernel.asm["ptx"]), "no product")
+        print("compiled", self.fn.__name__, "with", product, flush=True)
         return kernel
 
     return compiled
@@ -101,6 +102,15 @@ def compile_forward() -> None:
         launch_forward(forward_plan(**{"mask_rule": Causal(), **options}))
 
 
+def compile_element_loads() -> None:
+    """Rows of 40 elements, which Triton cannot load at once; the last dimension of heads is 32."""
+    the_plan = forward_plan(mask_rule=Causal())
+    tensors = {name: torch.zeros(shape, dtype=dtype) for name, shape, dtype in the_plan.tensor_shapes}
+    for name in ("k_cache", "v_cache"):
+        tensors[name] = tensors[name].new_zeros((*tensors[name].shape[:-1], DIM + 8))[..., :DIM]
+    launch_run(the_plan, **tensors, k_scale=None, v_scale=None)
+
+
 def forward_plan(*, sharing: str | None = None, **options: Any) -> Plan:
     """A prompt, with a list of two blocks a row where lists are shared in some way."""
     num_lists = ROWS * {"kv_head": KV_HEADS, "query_head": HEADS}.get(sharing or "", 0)
@@ -120,10 +130,6 @@ def launch_forward(the_plan: Plan) -> None:
     tensors = {name: torch.zeros(shape, dtype=dtype) for name, shape, dtype in the_plan.tensor_shapes}
     scales = {name: None if shape is None else torch.ones(shape) for name, shape in the_plan.scale_shapes}
     launch_run(the_plan, **tensors, **scales)
-
-
-def launch_by_triton(self: PreparedLaunch, tensors: tuple[object, ...], strides: tuple[object, ...]) -> None:
-    self.kernel[self.grid](*tensors, *strides, **self.fixed, **self.options)
 
 
 def compile_backward() -> None:
@@ -150,9 +156,10 @@ def compile_backward() -> None:
 if __name__ == "__main__":
     driver.set_active(Target())
     JITFunction.run = compile_only(JITFunction.run)
-    PreparedLaunch.__call__ = launch_by_triton
+    PreparedLaunch.__call__ = PreparedLaunch.compile_and_launch
     compile_forward()
     compile_backward()
+    compile_element_loads()
     try:
         reads_a_plain_global[(1,)](torch.zeros(1))
     except triton.CompilationError:

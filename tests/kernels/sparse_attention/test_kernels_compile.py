@@ -26,6 +26,8 @@ def test_every_kernel_compiles_and_one_that_only_an_interpreter_takes_does_not(t
         [sys.executable, "-P", str(SCRIPT)], capture_output=True, text=True, env=environment, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    lines = done.stdout.splitlines()
-    assert {line.removeprefix("compiled ") for line in lines if line.startswith("compiled ")} == KERNELS
-    assert lines[-1] == "refused reads_a_plain_global"
+    *compiled, by_elements, refused = done.stdout.splitlines()
+    assert {line.split()[1] for line in compiled} == KERNELS
+    assert "compiled attend_kernel with wgmma" in compiled
+    assert by_elements == "compiled attend_kernel with mma"  # ptxas 12.8 can read a descriptor from the wrong register
+    assert refused == "refused reads_a_plain_global"
