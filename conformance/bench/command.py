@@ -15,6 +15,7 @@ from attnconform.conformance.bench.agreement import disagreements
 from attnconform.conformance.bench.backward import backward_rows
 from attnconform.conformance.bench.backward_training import training_rows
 from attnconform.conformance.bench.backward_tuning import tuning_rows
+from attnconform.conformance.bench.block_mask import block_mask_rows
 from attnconform.conformance.bench.counters import Counters, collect
 from attnconform.conformance.bench.decode import decode_rows, shapes
 from attnconform.conformance.bench.index import index_rows
@@ -46,6 +47,7 @@ SUITES: dict[str, Callable[[Machine, BenchOptions], Iterator[BenchRow]]] = {
     "seed64k": decode_rows,
     "prefill": prefill_rows,
     "nsa": nsa_rows,
+    "block-mask": block_mask_rows,
     "index": index_rows,
     "quant": quant_rows,
     "backward": backward_rows,
@@ -57,6 +59,7 @@ PEERS_OF = {
     "seed64k": ("flashinfer", "flex", "sdpa", "dense-mask"),
     "prefill": ("flex", "sdpa", "cudnn", "dense-mask"),
     "nsa": ("fla",),
+    "block-mask": ("flex",),
     "backward": ("flex", "sdpa", "fla"),
 }
 DEFAULT_TRACE = Path("gemma3_270m")

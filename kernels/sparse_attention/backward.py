@@ -35,6 +35,7 @@ from attnconform.kernels.sparse_attention.backward_hints import BackwardHints, M
 from attnconform.kernels.sparse_attention.backward_keys import launch_key_gradients, launch_part_sums
 from attnconform.kernels.sparse_attention.backward_plan import BackwardPlan, Buffers, allocate_buffers, plan_backward
 from attnconform.kernels.sparse_attention.backward_query import (
+    ColdSums,
     RowInputs,
     launch_chunk_sums,
     launch_query_gradients,
@@ -42,7 +43,10 @@ from attnconform.kernels.sparse_attention.backward_query import (
     padded_dim,
 )
 from attnconform.kernels.sparse_attention.backward_scores import compute_score_gradients
+from attnconform.kernels.sparse_attention.backward_tasks import QueryLaunch
+from attnconform.kernels.sparse_attention.backward_transpose import TransposedPlan
 from attnconform.kernels.sparse_attention.errors import PlanError
+from attnconform.kernels.sparse_attention.hopper_backward_choice import TASK_LANES
 from attnconform.kernels.sparse_attention.numerics import LOG2_E, widen
 from attnconform.kernels.sparse_attention.plan import Plan
 
@@ -146,16 +150,52 @@ def backward_stages(
     yield Stage("clear", clear)
     name = "dq and cold dk, dv" if sums else "dq"
     for launch, dq_parts in zip(work.launches, buffers.dq_parts, strict=True):
-        yield Stage(name, partial(launch_query_gradients, plan, launch, inputs, dq, dq_parts, work.cold, sums))
+        yield Stage(name, partial(_launch_queries, plan, work, launch, inputs, dq, dq_parts, sums))
         if launch.sums.shape[0]:
             yield Stage("reduce dq", partial(launch_chunk_sums, launch, dq_parts, dq))
     keys, cold = work.keys, work.cold
     if keys is not None and keys.items.item_tile.numel():
-        yield Stage("dk, dv", partial(launch_key_gradients, plan, keys, inputs, dk, dv, parts))
+        yield Stage("dk, dv", partial(_launch_keys, plan, work, keys, inputs, dk, dv, parts))
         if keys.items.num_partials:
             yield Stage("reduce dk, dv", partial(launch_part_sums, plan, keys, dk, dv, parts))
     if cold is not None and cold.num_rows:
         yield Stage("round dk, dv", partial(launch_rounding, plan, cold, sums, dk, dv))
+
+
+def _launch_queries(
+    plan: Plan,
+    work: BackwardPlan,
+    launch: QueryLaunch,
+    inputs: RowInputs,
+    dq: Tensor,
+    dq_parts: Tensor,
+    sums: ColdSums | None,
+) -> None:
+    """dQ by Hopper's kernel, where it was chosen and TMA can read the caches, or by any GPU's."""
+    if work.hopper_queries is not None and launch.shape.tile_m == TASK_LANES:
+        from attnconform.kernels.sparse_attention.hopper_backward import launch_hopper_queries
+
+        if launch_hopper_queries(plan, launch, inputs, dq, dq_parts, work.hopper_queries):
+            return
+    launch_query_gradients(plan, launch, inputs, dq, dq_parts, work.cold, sums)
+
+
+def _launch_keys(
+    plan: Plan,
+    work: BackwardPlan,
+    keys: TransposedPlan,
+    inputs: RowInputs,
+    dk: Tensor,
+    dv: Tensor,
+    parts: tuple[Tensor, Tensor],
+) -> None:
+    """dK and dV likewise."""
+    if work.hopper_keys is not None:
+        from attnconform.kernels.sparse_attention.hopper_backward import launch_hopper_keys
+
+        if launch_hopper_keys(plan, keys, inputs, dk, dv, parts, work.hopper_keys):
+            return
+    launch_key_gradients(plan, keys, inputs, dk, dv, parts)
 
 
 def _compute_dsink(

@@ -16,6 +16,7 @@ from attnconform.kernels.sparse_attention.plan import Plan
 
 Mode = Literal["atomic", "hybrid", "kv_centric"]
 MODES: tuple[Mode, ...] = get_args(Mode)
+KERNELS = (None, "hopper", "plain")
 REPEATABLE_MODES: tuple[Mode, ...] = ("kv_centric",)  # bit for bit, whatever the order of programs
 
 MIN_TILE = 16  # the least a tensor core takes
@@ -54,7 +55,12 @@ class KeyShape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardHints:
-    """How dK and dV are summed and how the work is cut."""
+    """How dK and dV are summed, how the work is cut, and which kernels run it.
+
+    `kernels`: None takes Hopper's kernels for dQ, and for dK and dV, where each can say the plan and no shape is asked
+    for; "hopper" asks for them, beside shapes too, and is refused with PlanError [SAFE-SHAPE] where neither can run;
+    "plain" never takes them. What they can say is in `hopper_backward_choice`.
+    """
 
     mode: Mode = "kv_centric"
     reuse_threshold: int = REUSE_THRESHOLD  # hybrid: pages where so many adds would meet are gathered per slot
@@ -62,11 +68,14 @@ class BackwardHints:
     key_shape: KeyShape | None = None
     steps_per_task: int | None = None  # of a query tile's keys; None: so that no task is much longer than others
     rows_per_item: int | None = None  # of a slot tile's readers; None: likewise
+    kernels: Literal["hopper", "plain"] | None = None
     part_bytes: int = PART_BYTES  # what parts of dK and dV may take; items are longer where they would take more
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise PlanError("SAFE-SHAPE", "mode", self.mode, f"must be {', '.join(MODES[:-1])} or {MODES[-1]}")
+        if self.kernels not in KERNELS:
+            raise PlanError("SAFE-SHAPE", "kernels", self.kernels, "must be None, hopper or plain")
         for name, shape in (("query_shape", self.query_shape), ("key_shape", self.key_shape)):
             _check_tiles(name, shape)
         for name in ("reuse_threshold", "steps_per_task", "rows_per_item", "part_bytes"):
@@ -116,7 +125,9 @@ def choose_key_shape(plan: Plan, run: int) -> KeyShape:
     is_vast = _widest_dim(plan) > 256
     narrow = min(1 << (run - 1).bit_length(), 64 if is_small else MIN_TILE if is_vast else 32)
     tile_kv = MAX_TILE_KV if is_wide else max(MIN_TILE, narrow)
-    tile_m = 16 if plan.device.type == "cpu" else 64 if is_wide else 32
+    # A row of q and one of dout, in float32, are 4 KiB each, and 32 of both twice are more than shared memory.
+    is_full = is_vast and plan.dtype.itemsize > 2
+    tile_m = 16 if plan.device.type == "cpu" or is_full else 64 if is_wide else 32
     num_warps = 8 if is_wide or is_vast or plan.dtype.itemsize > 2 else 4
     return KeyShape(tile_kv, tile_m, num_warps, 3 if is_small else 2)
 

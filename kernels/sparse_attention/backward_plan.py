@@ -25,6 +25,7 @@ from attnconform.kernels.sparse_attention.backward_transpose import (
     transpose_plan,
 )
 from attnconform.kernels.sparse_attention.errors import PlanError
+from attnconform.kernels.sparse_attention.hopper_backward_choice import HopperKeys, HopperQueries, choose_hopper
 from attnconform.kernels.sparse_attention.plan import Plan
 
 Shape = tuple[int, ...]
@@ -38,6 +39,8 @@ class BackwardPlan:
     launches: tuple[QueryLaunch, ...]
     keys: TransposedPlan | None  # None where no page is gathered
     cold: ColdPages | None  # None where no page is added to
+    hopper_queries: HopperQueries | None  # None where backward_query's kernel runs
+    hopper_keys: HopperKeys | None  # None where backward_keys' does
     workspace: dict[str, tuple[Shape, ...]]  # float32 buffers of a call, by what they are for
 
     @property
@@ -73,7 +76,8 @@ def plan_backward(plan: Plan, hints: BackwardHints | None = None) -> BackwardPla
         entries = entries_of_pages(plan, entries, (adds > 0) & (cold.rows < 0))
     if hints.mode != "atomic":
         keys = transpose_plan(plan, hints, entries=entries)
-    return BackwardPlan(hints, launches, keys, cold, _workspace_of(plan, launches, keys, cold))
+    hopper = choose_hopper(plan, hints, launches, keys)
+    return BackwardPlan(hints, launches, keys, cold, *hopper, _workspace_of(plan, launches, keys, cold))
 
 
 def _refuse_tier(plan: Plan) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from attnconform.kernels.sparse_attention.forward import RunTensors
 
 TMA_BYTES = 16  # bases and strides are multiples of it
+WIDE_BYTES = 16  # what a thread reads or writes at once
 INT32_LIMIT = 2**31
 
 
@@ -48,14 +49,23 @@ def launch_hopper(plan: Plan, launch: Launch, tensors: RunTensors) -> bool:
     k_grid, v_grid = (grid_of(plan, launch, cache) for cache in (tensors.k_cache, tensors.v_cache))
     if k_grid is None or v_grid is None:
         return False
-    if "hopper" not in launch.prepared:
-        launch.prepared["hopper"] = prepare(plan, launch)
+    q, out, lse = tensors.q, tensors.out, tensors.lse
+    is_wide = has_wide_rows(q) and has_wide_rows(out)
+    prepared = launch.prepared.setdefault("hopper", {})
+    if is_wide not in prepared:
+        prepared[is_wide] = prepare(plan, launch, is_wide)
     box = launch.shape.box
     k_desc, v_desc = describe(tensors.k_cache, k_grid, box), describe(tensors.v_cache, v_grid, box)
-    q, out, lse = tensors.q, tensors.out, tensors.lse
     strides = (q.stride(), k_grid.places, v_grid.places, out.stride(), lse.stride())
-    launch.prepared["hopper"]((q, k_desc, v_desc, out, lse), strides)
+    prepared[is_wide]((q, k_desc, v_desc, out, lse), strides)
     return True
+
+
+def has_wide_rows(rows: Tensor) -> bool:
+    """Whether every row of every head can be read and written 16 bytes at once."""
+    *of_rows, of_dims = rows.stride()
+    is_aligned = rows.data_ptr() % WIDE_BYTES == 0
+    return is_aligned and of_dims == 1 and all(stride * rows.element_size() % WIDE_BYTES == 0 for stride in of_rows)
 
 
 def grid_of(plan: Plan, launch: Launch, cache: Tensor) -> Grid | None:
@@ -102,15 +112,15 @@ def describe(cache: Tensor, grid: Grid, box: int) -> Any:
     return TensorDescriptor(cache, shape, strides, block, layout)
 
 
-def prepare(plan: Plan, launch: Launch) -> PreparedLaunch:
+def prepare(plan: Plan, launch: Launch, is_wide: bool) -> PreparedLaunch:
     """The kernel with what a plan fixes of its arguments."""
     from attnconform.kernels.sparse_attention.hopper_kernel import hopper_kernel
 
     grid = (max(1, min(launch.tasks.shape[0], count_processors(plan.device))), 1, 1)
-    return PreparedLaunch(hopper_kernel, grid, hopper_arguments(plan, launch), {"num_warps": 4})
+    return PreparedLaunch(hopper_kernel, grid, hopper_arguments(plan, launch, is_wide), {"num_warps": 4})
 
 
-def hopper_arguments(plan: Plan, launch: Launch) -> dict[str, object]:
+def hopper_arguments(plan: Plan, launch: Launch, is_wide: bool) -> dict[str, object]:
     """Arguments of hopper_kernel that a plan fixes, in order."""
     return {
         "tasks_ptr": launch.tasks,
@@ -137,14 +147,15 @@ def hopper_arguments(plan: Plan, launch: Launch) -> dict[str, object]:
         "PAGE_SIZE": plan.page_size,
         "BOX": launch.shape.box,
         "STAGES": HOPPER_STAGES,
-        "SCORE": _score_code(plan),
+        "SCORE": score_code(plan),
         "HAS_LISTS": plan.list_slots is not None,
         "HAS_SINK": plan.sink_logits is not None,
         "HAS_HEAD_MASK": plan.has_head_mask,
+        "HAS_WIDE_ROWS": is_wide,
     }
 
 
-def _score_code(plan: Plan) -> int:
+def score_code(plan: Plan) -> int:
     """0 without a rule, else one more than the rule's own code, as hopper_kernel has them."""
     # a CustomScore's code is its function, which hopper_choice has turned away
     return int(plan.score_codes[0]) + 1 if plan.score_codes else 0  # type: ignore[call-overload]

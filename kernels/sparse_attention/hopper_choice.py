@@ -22,6 +22,7 @@ from attnconform.kernels.sparse_attention.tuning import HOPPER_TILE_KV, SMALLEST
 FORWARDS = (None, "hopper", "plain")
 HEAD_DIMS = (64, 128)
 LEAST_BOX = 16  # keys; a smaller one is more to issue than to read
+LARGEST_SLOPE, LARGEST_SCALE = 2.0**100, 2.0**60  # of Alibi: slopes of the product before sm_scale, and sm_scale
 KERNEL_MODULE = "attnconform.kernels.sparse_attention.hopper_kernel"
 
 
@@ -97,6 +98,7 @@ def why_not(geometry: Geometry, call: Call) -> str | None:
         (call.has_custom_mask, "its kernel knows no Custom mask"),
         (not _takes_scores(call), "its kernel knows one Alibi, without lists, or one SoftCap"),
         (not call.sm_scale >= SMALLEST_SCALE, "its kernel takes an sm_scale above 0"),
+        (not _fits_slopes(call), "its kernel divides slopes by sm_scale, in float32"),
         (lists is not None and lists.granularity != "block", "its kernel reads lists of blocks"),
         (lists is not None and call.has_local, "its kernel reads no window and no sink tokens beside a list"),
         (lists is not None and call.order != "position", "its kernel reads lists by position"),
@@ -115,6 +117,12 @@ def _takes_scores(call: Call) -> bool:
             # positions out of a list, of every key, are more than a group's registers hold
             return call.candidates is None
     return False
+
+
+def _fits_slopes(call: Call) -> bool:
+    """Whether slopes before sm_scale are numbers whose products with a tile's keys have room in float32."""
+    slopes = [abs(slope) for rule in call.score_rules if isinstance(rule, Alibi) for slope in rule.slopes]
+    return not slopes or (call.sm_scale <= LARGEST_SCALE and max(slopes) <= LARGEST_SLOPE * call.sm_scale)
 
 
 def box_size(call: Call) -> int:

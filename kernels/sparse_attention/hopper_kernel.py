@@ -60,6 +60,7 @@ def hopper_kernel(
     HAS_LISTS: gl.constexpr,
     HAS_SINK: gl.constexpr,
     HAS_HEAD_MASK: gl.constexpr,
+    HAS_WIDE_ROWS: gl.constexpr,  # q and out can be read and written by 16 bytes
 ):  # fmt: skip
     """Attends the tasks program_id, program_id + num_programs, ...; writes rows, or partial states of cut tiles."""
     ROWS: gl.constexpr = TILE_M // 2
@@ -97,10 +98,12 @@ def hopper_kernel(
             (attend_rows, (
                 q_tiles.index(0), ring, turns, tasks, lists, rows, scores, outputs,
                 0, TASK_WIDTH, ROWS, HEADS, TILE_KV, HEAD_DIM, BOX, STAGES, SCORE, HAS_LISTS, HAS_SINK, HAS_HEAD_MASK,
+                HAS_WIDE_ROWS,
             )),
             (attend_rows, (
                 q_tiles.index(1), ring, turns, tasks, lists, rows, scores, outputs,
                 1, TASK_WIDTH, ROWS, HEADS, TILE_KV, HEAD_DIM, BOX, STAGES, SCORE, HAS_LISTS, HAS_SINK, HAS_HEAD_MASK,
+                HAS_WIDE_ROWS,
             )),
             (load_tiles, (
                 k_desc, v_desc, k_places, v_places, ring, tasks, page_table_ptr, max_pages, list_slots_ptr,
@@ -225,6 +228,7 @@ def attend_rows(
     HAS_LISTS: gl.constexpr,
     HAS_SINK: gl.constexpr,
     HAS_HEAD_MASK: gl.constexpr,
+    HAS_WIDE_ROWS: gl.constexpr,
 ):  # fmt: skip
     """A group that multiplies: its half of the rows of every task against every tile of keys.
 
@@ -244,7 +248,7 @@ def attend_rows(
     for task in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
         task_ptr = tasks_ptr + task.to(gl.int64) * TASK_WIDTH
         kv_start, kv_end, first, num_tiles = find_run(task_ptr, lists[0], TILE_KV, BOX, HAS_LISTS)
-        load_queries(q_tile, task_ptr, rows, PART, ROWS, HEADS, HEAD_DIM)
+        load_queries(q_tile, task_ptr, rows, PART, ROWS, HEADS, HEAD_DIM, HAS_WIDE_ROWS)
         run = (kv_start, kv_end, gl.load(task_ptr + 8), gl.load(task_ptr + 9), lists[1])
         bounds = load_bounds(task_ptr, run, rows, scores, PART, ROWS, HEADS, SCORE, HAS_LISTS, HAS_HEAD_MASK, row_s)
         row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=row_s)
@@ -310,7 +314,10 @@ def attend_rows(
         if gl.load(task_ptr + 10) >= 0:
             store_state(acc, row_max, row_sum, task_ptr, outputs, PART, ROWS, HEADS, HEAD_DIM, row_s, row_o)
         else:
-            store_rows(acc, row_max, row_sum, task_ptr, outputs, PART, ROWS, HEADS, HEAD_DIM, HAS_SINK, dtype, row_s)
+            store_rows(
+                acc, row_max, row_sum, task_ptr, outputs, PART, ROWS, HEADS, HEAD_DIM, HAS_SINK, HAS_WIDE_ROWS, dtype,
+                row_s,
+            )  # fmt: skip
 
 
 @jit
@@ -324,12 +331,22 @@ def find_rows(task_ptr, PART: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.conste
 
 
 @jit
+def by_sixteen_bytes(ptrs):
+    """Addresses of rows, which eights of 16-bit numbers may be read from at once.
+
+    What Triton knows of the kernel's arguments does not reach the groups of a warp_specialize.
+    """
+    return gl.max_contiguous(gl.multiple_of(ptrs, [1, 16]), [1, 8])
+
+
+@jit
 def load_queries(
     q_tile, task_ptr, rows,
     PART: gl.constexpr,
     ROWS: gl.constexpr,
     HEADS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
+    HAS_WIDE_ROWS: gl.constexpr,
 ):  # fmt: skip
     """A group's query rows into shared memory; 0 in lanes of no row."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
@@ -338,6 +355,8 @@ def load_queries(
     strides = rows[1]
     starts = row * strides[0] + head * strides[1]
     ptrs = rows[0] + starts[:, None] + (dim.to(gl.int64) * strides[2])[None, :]
+    if HAS_WIDE_ROWS:
+        ptrs = by_sixteen_bytes(ptrs)
     q_tile.store(gl.load(ptrs, mask=is_live[:, None], other=0.0))
     fence_async_shared()
     group_barrier()
@@ -357,8 +376,8 @@ def load_bounds(
     """What every row may see, and what becomes of its scores.
 
     mask_start and mask_end, of positions, cut to the task's keys where those are positions too; the position of each
-    row and its slope; a position near all of them; what makes a score of a product, and of a capped one; the cap. All
-    in base 2.
+    row, its slope, and that of the product before sm_scale; what makes a score of a product, and of a capped one; the
+    cap. All in base 2.
     """
     _q_ptr, _q_strides, row_positions_ptr, mask_starts_ptr, mask_ends_ptr, total_q = rows
     sm_scale, score_params_ptr = scores
@@ -373,20 +392,17 @@ def load_bounds(
         mask_end = gl.minimum(mask_end, run[1])
     q_idx = gl.load(row_positions_ptr + row, mask=is_live, other=0)
     slope = gl.full([ROWS], 0.0, gl.float32, layout=layout)
-    origin = 0
+    score_scale = sm_scale * LOG2_E
     cap_factor = 0.0
     cap = 0.0
     if SCORE == ALIBI:
         slope = gl.load(score_params_ptr + head, mask=is_live, other=0.0) * LOG2_E
-        origin = gl.max(q_idx, axis=0)
     if SCORE == SOFT_CAP:
         # tanh(x / cap) = 1 - 2 / (1 + exp2(x * cap_factor)), x in base e; one cap serves all heads
         cap = gl.load(score_params_ptr)
         cap_factor = gl.maximum(sm_scale * (2 * LOG2_E) / cap, LEAST_FACTOR)
         cap = cap * LOG2_E
-    # relative to a position near the rows, so that little is lost in float32
-    q_place = slope * (q_idx - origin).to(gl.float32)
-    return mask_start, mask_end, q_place, slope, origin, sm_scale * LOG2_E, cap_factor, cap
+    return mask_start, mask_end, q_idx, slope, slope / score_scale, score_scale, cap_factor, cap
 
 
 @jit
@@ -398,45 +414,73 @@ def weigh(
 ):  # fmt: skip
     """Weights of a tile against the new maximum, what rescales what came before, the maximum and the sum.
 
-    Keys that every row admits need no mask. [MASK-BEFORE-MAX]
+    Keys are taken as eights of neighbours, [ROWS, TILE_KV / 8, 8]: a thread holds two keys of every eight, and reduces
+    over the eights first, in two chains a row that do not wait for each other. Keys that every row admits need no mask.
+    [MASK-BEFORE-MAX]
     """
     _kv_start, _kv_end, full_start, full_end, _list_positions_ptr = run
-    _mask_start, _mask_end, q_place, slope, origin, score_scale, cap_factor, cap = bounds
+    _mask_start, _mask_end, q_idx, slope, product_slope, score_scale, cap_factor, cap = bounds
+    x = s.reshape([s.shape[0], TILE_KV // 8, 8])
+    layout: gl.constexpr = x.type.layout
+    of_lanes: gl.constexpr = gl.SliceLayout(1, layout)  # [ROWS, 8]
+    of_rows: gl.constexpr = gl.SliceLayout(1, of_lanes)
+    eight = gl.arange(0, TILE_KV // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout))) * 8
+    lane = gl.arange(0, 8, layout=gl.SliceLayout(0, of_lanes))
     is_masked = (first < full_start) | (first + TILE_KV > full_end)
     if SCORE == ALIBI:
-        kv_idx = find_positions(first, run, TILE_KV, HAS_LISTS, gl.SliceLayout(0, s.type.layout))
-        place = (kv_idx - origin).to(gl.float32)
-        s = s * score_scale + (slope[:, None] * place[None, :] - q_place[:, None])
+        # slope (kv - q) in two parts: that of the eight, from the tile's key nearest to the row so that little is lost
+        # in float32, joins the product; the rest, of row and lane alone, the maximum and what is subtracted
+        near = gl.minimum(gl.maximum(q_idx - first, 0), TILE_KV)
+        distance = eight.to(gl.float32)[None, :, None] - spread(near.to(gl.float32), layout)
+        x = x + spread(product_slope, layout) * distance
+        rest = gl.convert_layout(first + near - q_idx, of_rows)[:, None] + lane[None, :]
+        rest = gl.convert_layout(slope, of_rows)[:, None] * rest.to(gl.float32)
     if is_masked:
-        s = mask_scores(s, first, run, bounds, TILE_KV, HAS_LISTS)
-    tile_max = gl.max(s, axis=1)
-    # A row that has admitted nothing yet would subtract -inf from -inf. [EMPTY-OUT]
+        x = mask_scores(x, first, eight, lane, run, bounds, HAS_LISTS)
+    tile_max = gl.max(x, axis=1)
+    if SCORE == ALIBI:
+        tile_max = tile_max * score_scale + rest
+    tile_max = gl.convert_layout(gl.max(tile_max, axis=1), row_max.type.layout)
     if SCORE == PLAIN:
-        new_max = gl.maximum(row_max, tile_max * score_scale)
-        base = gl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = gl.exp2(s * score_scale - base[:, None])
-    elif SCORE == ALIBI:
-        new_max = gl.maximum(row_max, tile_max)
-        base = gl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = gl.exp2(s - base[:, None])
-    else:
+        tile_max = tile_max * score_scale
+    if SCORE == SOFT_CAP:
         # A cap keeps the order, so that the maximum goes through it alone; a masked score would come out as -cap.
         capped_max = cap - 2 * cap * reciprocal(1.0 + gl.exp2(tile_max * cap_factor))
-        new_max = gl.maximum(row_max, gl.where(tile_max == float("-inf"), tile_max, capped_max))
-        base = gl.where(new_max == float("-inf"), 0.0, new_max)
-        powers = gl.exp2(gl.minimum(s * cap_factor, LARGEST_POWER))
-        capped = reciprocal_of_pairs(1.0 + powers) * (-2 * cap) + (cap - base)[:, None]
+        tile_max = gl.where(tile_max == float("-inf"), tile_max, capped_max)
+    new_max = gl.maximum(row_max, tile_max)
+    # A row that has admitted nothing yet would subtract -inf from -inf. [EMPTY-OUT]
+    base = gl.where(new_max == float("-inf"), 0.0, new_max)
+    if SCORE == PLAIN:
+        x = x * score_scale - spread(base, layout)
+    elif SCORE == ALIBI:
+        x = x * score_scale - (gl.convert_layout(base, of_rows)[:, None] - rest).expand_dims(1)
+    else:
+        powers = gl.exp2(gl.minimum(x * cap_factor, LARGEST_POWER))
+        x = reciprocal_of_pairs(1.0 + powers) * (-2 * cap) + spread(cap - base, layout)
         if is_masked:
-            capped = mask_scores(capped, first, run, bounds, TILE_KV, HAS_LISTS)
-        weights = gl.exp2(capped)
+            x = mask_scores(x, first, eight, lane, run, bounds, HAS_LISTS)
+    weights = gl.exp2(x)
     rescale = gl.exp2(row_max - base)
-    return weights, rescale, new_max, row_sum * rescale + gl.sum(weights, axis=1)
+    tile_sum = gl.convert_layout(gl.sum(gl.sum(weights, axis=1), axis=1), row_max.type.layout)
+    weights = gl.convert_layout(weights.reshape(s.shape), s.type.layout)
+    return weights, rescale, new_max, row_sum * rescale + tile_sum
+
+
+@jit
+def spread(row, layout: gl.constexpr):
+    """A number a row, [ROWS, 1, 1]."""
+    return gl.convert_layout(row, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
 
 
 @jit
 def find_positions(first, run, TILE_KV: gl.constexpr, HAS_LISTS: gl.constexpr, layout: gl.constexpr):
     """Logical positions of a tile's keys, [TILE_KV]; of entries that are not the task's, -1."""
-    key = first + gl.arange(0, TILE_KV, layout=layout)
+    return load_positions(first + gl.arange(0, TILE_KV, layout=layout), run, HAS_LISTS)
+
+
+@jit
+def load_positions(key, run, HAS_LISTS: gl.constexpr):
+    """Logical positions of keys; of entries that are not the task's, -1."""
     if HAS_LISTS:
         return gl.load(run[4] + key, mask=(key >= run[0]) & (key < run[1]), other=-1)
     else:
@@ -444,11 +488,12 @@ def find_positions(first, run, TILE_KV: gl.constexpr, HAS_LISTS: gl.constexpr, l
 
 
 @jit
-def mask_scores(s, first, run, bounds, TILE_KV: gl.constexpr, HAS_LISTS: gl.constexpr):
+def mask_scores(x, first, eight, lane, run, bounds, HAS_LISTS: gl.constexpr):
     """The scores of what a row may see, -inf for all other keys of the tile."""
-    kv_idx = find_positions(first, run, TILE_KV, HAS_LISTS, gl.SliceLayout(0, s.type.layout))
-    is_admitted = (kv_idx[None, :] >= bounds[0][:, None]) & (kv_idx[None, :] < bounds[1][:, None])
-    return gl.where(is_admitted, s, float("-inf"))
+    layout: gl.constexpr = x.type.layout
+    kv_idx = load_positions(first + eight[None, :, None] + lane[None, None, :], run, HAS_LISTS)
+    is_admitted = (kv_idx >= spread(bounds[0], layout)) & (kv_idx < spread(bounds[1], layout))
+    return gl.where(is_admitted, x, float("-inf"))
 
 
 @jit
@@ -500,6 +545,7 @@ def store_rows(
     HEADS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HAS_SINK: gl.constexpr,
+    HAS_WIDE_ROWS: gl.constexpr,
     dtype: gl.constexpr,
     row_s: gl.constexpr,
 ):  # fmt: skip
@@ -528,7 +574,10 @@ def store_rows(
     _lane, row, head, is_live = find_rows(task_ptr, PART, ROWS, HEADS, gl.SliceLayout(1, layout))
     dim = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))
     starts = row * out_strides[0] + head * out_strides[1]
-    gl.store(out_ptr + starts[:, None] + (dim.to(gl.int64) * out_strides[2])[None, :], out, mask=is_live[:, None])
+    ptrs = out_ptr + starts[:, None] + (dim.to(gl.int64) * out_strides[2])[None, :]
+    if HAS_WIDE_ROWS:
+        ptrs = by_sixteen_bytes(ptrs)
+    gl.store(ptrs, out, mask=is_live[:, None])
 
 
 @jit

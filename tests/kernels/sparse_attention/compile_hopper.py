@@ -1,6 +1,7 @@
-"""Compiles the kernel of Hopper for a GPU that is not there, and counts spills between its products.
+"""Compiles the kernels of Hopper for a GPU that is not there, and counts spills between their products.
 
-A process of its own: once Triton interprets, it compiles no more. Nothing is launched.
+Those of the backward where its name is given. A process of its own: once Triton interprets, it compiles no more.
+Nothing is launched.
 """
 
 import re
@@ -8,6 +9,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import torch
 import triton
@@ -15,8 +18,21 @@ from compile_without_gpu import Target
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from attnconform.kernels.sparse_attention import CandidateLists, hopper_choice, plan
+from attnconform.kernels.sparse_attention import (
+    BackwardHints,
+    CandidateLists,
+    Plan,
+    hopper_backward_choice,
+    hopper_choice,
+    plan,
+    plan_backward,
+)
+from attnconform.kernels.sparse_attention.backward_hints import KeyShape, QueryShape
+from attnconform.kernels.sparse_attention.backward_plan import allocate_buffers
+from attnconform.kernels.sparse_attention.backward_query import RowInputs
 from attnconform.kernels.sparse_attention.forward import launch_run
+from attnconform.kernels.sparse_attention.hopper_backward import launch_hopper_keys, launch_hopper_queries
+from attnconform.kernels.sparse_attention.hopper_backward_choice import PAIR_LANES, SLOT_TILE, TASK_LANES
 from attnconform.kernels.sparse_attention.rules import Alibi, Causal, SoftCap
 from attnconform.kernels.sparse_attention.tuning import Choice
 
@@ -47,14 +63,37 @@ def compile_only(run: Callable, compiled: list) -> Callable:
     return instead
 
 
-def attend(**rules: object) -> None:
-    the_plan = plan(
+def make_plan(**rules: object) -> Plan:
+    return plan(
         qo_indptr=[0, ROWS], seqlen_kv=[ROWS], page_table=torch.arange(ROWS // PAGE).int()[None], page_size=PAGE,
         num_pages=ROWS // PAGE, num_qo_heads=HEADS, num_kv_heads=KV_HEADS, head_dim_qk=DIM, head_dim_vo=DIM,
         sm_scale=0.1, dtype=torch.bfloat16, device="cpu", choice=Choice(forward="hopper"), **rules,
     )  # fmt: skip
+
+
+def attend(**rules: object) -> None:
+    the_plan = make_plan(**rules)
     q, k, v, out, lse = (torch.zeros(shape, dtype=dtype) for _, shape, dtype in the_plan.tensor_shapes)
     launch_run(the_plan, q, k, v, None, None, out, lse)
+
+
+def differentiate(what: str) -> None:
+    """dQ, or dK and dV, of tasks and pairs as a long prompt has them."""
+    the_plan = make_plan(**VARIANTS["plain"])
+    hints = BackwardHints(query_shape=QueryShape(TASK_LANES, 64, 8, 3), key_shape=KeyShape(SLOT_TILE, PAIR_LANES, 8, 3))
+    work = plan_backward(the_plan, replace(hints, kernels="hopper"))
+    assert work.hopper_queries is not None
+    assert work.keys is not None
+    assert work.hopper_keys is not None
+    buffers = allocate_buffers(the_plan, work)
+    q, k, v, out, _lse = (torch.zeros(shape, dtype=dtype) for _, shape, dtype in the_plan.tensor_shapes)
+    inputs = RowInputs(q, k, v, torch.zeros_like(out), buffers.lse_log2, buffers.delta)
+    if what == "queries":
+        launch, parts = work.launches[-1], buffers.dq_parts[-1]
+        assert launch_hopper_queries(the_plan, launch, inputs, torch.zeros_like(q), parts, work.hopper_queries)
+    else:
+        sums = (torch.zeros_like(k), torch.zeros_like(v))
+        assert launch_hopper_keys(the_plan, work.keys, inputs, *sums, buffers.parts, work.hopper_keys)
 
 
 def loops_of_products(cubin: bytes) -> list[list[str]]:
@@ -84,11 +123,13 @@ def loops_of_products(cubin: bytes) -> list[list[str]]:
 
 if __name__ == "__main__":
     driver.set_active(Target())
-    hopper_choice.why_not_here = lambda device: None
+    hopper_choice.why_not_here = hopper_backward_choice.why_not_here = lambda device: None
     kernels: list = []
     JITFunction.run = compile_only(JITFunction.run, kernels)
-    for name, rules in VARIANTS.items():
-        attend(**rules)
+    forward = {name: partial(attend, **rules) for name, rules in VARIANTS.items()}
+    backward = {what: partial(differentiate, what) for what in ("queries", "keys")}
+    for name, compile_one in (backward if "backward" in sys.argv[1:] else forward).items():
+        compile_one()
         bodies = loops_of_products(kernels[-1].asm["cubin"])
         spills = sum(bool(re.search(r"\b(LDL|STL)\b", line)) for body in bodies for line in body)
         print(f"compiled {name}: {spills} spills among products of {len(bodies)} groups", flush=True)

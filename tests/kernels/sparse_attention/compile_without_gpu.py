@@ -4,6 +4,7 @@ A process of its own: once Triton interprets, it compiles no more. Nothing is la
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,13 +23,14 @@ from attnconform.kernels.sparse_attention import (
     plan,
     plan_backward,
 )
-from attnconform.kernels.sparse_attention.backward_hints import KeyShape, QueryShape
+from attnconform.kernels.sparse_attention.backward_hints import KeyShape, QueryShape, choose_key_shape
 from attnconform.kernels.sparse_attention.forward import launch_run
 from attnconform.kernels.sparse_attention.plan import Plan
 from attnconform.kernels.sparse_attention.prepared import PreparedLaunch
 from attnconform.kernels.sparse_attention.rules import Alibi, Causal, CustomScore, RelativeBias, SoftCap
 
 ROWS, HEADS, KV_HEADS, DIM, PAGE = 64, 4, 2, 32, 16
+SHARED: list[int] = []  # bytes that the kernels compiled so far take
 
 
 class Target:
@@ -54,6 +56,7 @@ def compile_only(run: Callable) -> Callable:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         product = next((name for name in ("wgmma", "mma") if f"{name}." in kernel.asm["ptx"]), "no product")
         print("compiled", self.fn.__name__, "with", product, flush=True)
+        SHARED.append(kernel.metadata.shared)
         return kernel
 
     return compiled
@@ -153,6 +156,21 @@ def compile_backward() -> None:
     backward(the_plan, q, k, v, q, lse, q, dlse=lse, work=plan_backward(the_plan, hints), score_gradients=True)
 
 
+def compile_widest_backward() -> None:
+    """Float32 rows of 576 and 512, with the tiles that a GPU is given; says what shared memory they take."""
+    the_plan = plan(
+        qo_indptr=[0, ROWS], seqlen_kv=[ROWS], page_table=torch.arange(ROWS // PAGE).int()[None], page_size=PAGE,
+        num_pages=ROWS // PAGE, num_qo_heads=HEADS, num_kv_heads=KV_HEADS, head_dim_qk=576, head_dim_vo=512,
+        sm_scale=0.1, dtype=torch.float32, device="cpu", mask_rule=Causal(),
+    )  # fmt: skip
+    on_gpu = replace(the_plan, device=torch.device("cuda"))
+    q, dout = torch.zeros(ROWS, HEADS, 576), torch.zeros(ROWS, HEADS, 512)
+    k, v = (torch.zeros(ROWS // PAGE, PAGE, KV_HEADS, dim) for dim in (576, 512))
+    hints = BackwardHints(key_shape=choose_key_shape(on_gpu, 1))
+    backward(the_plan, q, k, v, dout, torch.zeros(ROWS, HEADS), dout, work=plan_backward(the_plan, hints))
+    print("shared memory", max(SHARED), flush=True)
+
+
 if __name__ == "__main__":
     driver.set_active(Target())
     JITFunction.run = compile_only(JITFunction.run)
@@ -160,6 +178,7 @@ if __name__ == "__main__":
     compile_forward()
     compile_backward()
     compile_element_loads()
+    compile_widest_backward()
     try:
         reads_a_plain_global[(1,)](torch.zeros(1))
     except triton.CompilationError:

@@ -182,6 +182,36 @@ def test_strided_pools_are_read_and_what_tma_cannot_read_is_left_to_attend_kerne
         assert torch.equal(lse.cpu(), want[1])
 
 
+@pytest.mark.parametrize("kind", ["odd base", "odd stride", "every other number"])
+def test_queries_that_cannot_be_read_by_16_bytes(kind):
+    case = Case(**BASE, mask_rule=Causal(), seed=58)
+    q, k, v, out, lse = tensors_of(case)
+    want, want_lse = run(plan(**plan_arguments(case, choice=HOPPER)), q, k, v)
+    rows, heads, dim = q.shape
+    shape, view = {
+        "odd base": ((rows * heads * dim + 1,), slice(1, None)),
+        "odd stride": ((rows, heads, dim + 3), (slice(None), slice(None), slice(dim))),
+        "every other number": ((rows, heads, 2 * dim), (slice(None), slice(None), slice(None, None, 2))),
+    }[kind]
+    made = plan(**plan_arguments(case, choice=HOPPER))
+    narrow = within(shape, view, q.flatten() if kind == "odd base" else q).view(rows, heads, dim)
+    run(made, narrow, k, v, out=out, lse=lse)
+    assert torch.equal(out, want)
+    assert torch.equal(lse, want_lse)
+
+
+def test_keys_beside_a_row_cost_slopes_no_precision():
+    """Slopes are large, and what counts are a row's nearest keys, wherever in a tile they lie."""
+    slopes = (8.0, 16.0, 31.0, 4.0)
+    lengths = {"seqlen_q": (300,), "seqlen_kv": (700,)}
+    case = Case(**BASE | lengths, mask_rule=Causal(), score_rules=(Alibi(slopes),), seed=59)
+    check_hopper(case)
+    q, k, v, _out, _lse = tensors_of(case)
+    (_, lse), (_, want) = (run(plan(**plan_arguments(case, choice=choice)), q, k, v) for choice in (HOPPER, PLAIN))
+    # a nearest key's bias passes through sums of at most 16 slopes, in base 2, which are rounded four times
+    assert float((lse - want).abs().max()) <= 2e-5 + 4 * 2.0**-24 * max(slopes) * 16
+
+
 @pytest.mark.parametrize("is_strided", [False, True])
 def test_nothing_but_the_rows_is_written(is_strided):
     case = Case(**BASE, mask_rule=Causal(), seed=50)

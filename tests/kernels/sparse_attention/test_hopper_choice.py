@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attnconform.kernels.sparse_attention import CandidateLists, PlanError, hopper_choice
-from attnconform.kernels.sparse_attention.hopper import Grid, find_grid
+from attnconform.kernels.sparse_attention.hopper import Grid, find_grid, has_wide_rows
 from attnconform.kernels.sparse_attention.hopper_choice import Call, box_size, choose_box, why_not, why_not_here
 from attnconform.kernels.sparse_attention.rules import Alibi, RelativeBias, SoftCap
 from attnconform.kernels.sparse_attention.tuning import Choice, Geometry, choose_shape, largest_tile_m
@@ -41,6 +41,7 @@ def blocks(size: int, granularity: str = "block") -> CandidateLists:
         {"candidates": blocks(64)},
         {"candidates": blocks(64), "score_rules": (SoftCap(20.0),)},
         {"sm_scale": 2.0**-126},
+        {"sm_scale": 2.0**-100, "score_rules": (ALIBI,)},
     ],
 )
 def test_a_call_that_the_kernel_can_say(changes):
@@ -63,6 +64,8 @@ def test_a_call_that_the_kernel_can_say(changes):
         ({"has_dropout": True}, "drops"),
         ({"sm_scale": 0.0}, "above 0"),
         ({"sm_scale": -1.0}, "above 0"),
+        ({"sm_scale": 2.0**-110, "score_rules": (ALIBI,)}, "divides slopes"),
+        ({"sm_scale": 2.0**61, "score_rules": (ALIBI,)}, "divides slopes"),
     ],
 )
 def test_a_call_that_the_kernel_cannot_say(changes, limit):
@@ -83,6 +86,22 @@ def test_a_geometry_that_the_kernel_does_not_have(changes):
 def test_a_box_lies_in_one_page_and_one_block(page_size, block_size, box):
     lists = None if block_size is None else blocks(block_size)
     assert box_size(replace(CALL, page_size=page_size, candidates=lists)) == box
+
+
+@pytest.mark.parametrize(
+    ("shape", "view", "is_wide"),
+    [
+        ((6, 4, 64), (slice(None),), True),
+        ((6, 4, 64), (slice(1, None), slice(1, 3)), True),
+        ((6, 4, 72), (slice(None), slice(None), slice(64)), True),
+        ((6, 4, 72), (slice(None), slice(None), slice(8, None)), True),
+        ((6, 4, 68), (slice(None), slice(None), slice(64)), False),
+        ((6, 4, 72), (slice(None), slice(None), slice(4, 68)), False),
+        ((6, 4, 128), (slice(None), slice(None), slice(None, None, 2)), False),
+    ],
+)
+def test_rows_are_wide_where_every_one_starts_at_16_bytes_and_is_dense(shape, view, is_wide):
+    assert has_wide_rows(torch.zeros(shape, dtype=torch.bfloat16)[view]) is is_wide
 
 
 @pytest.fixture
