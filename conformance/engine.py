@@ -20,7 +20,7 @@ from attnconform.conformance.cases.structure import Case
 from attnconform.conformance.expectations import load_expectations, with_expectation
 from attnconform.conformance.isolation import count_kernel_kills, death_of
 from attnconform.conformance.judge.verdict import CaseResult, ExpectedFailure, Finding, State
-from attnconform.conformance.plugin import OWN_CASES, SKIPPED, hang_file, results_in
+from attnconform.conformance.plugin import OWN_CASES, SELECTED_CASES, SKIPPED, hang_file, results_in
 from attnconform.conformance.results import (
     Footer,
     Header,
@@ -160,7 +160,9 @@ def run_matrix(options: RunOptions, progress: Progress) -> tuple[Verdict, list[C
         for line in kept:
             record.take(line.result)
         (Path(scratch) / SKIPPED).write_text("\n".join(record.results))
-        (Path(scratch) / OWN_CASES).write_bytes(msgspec.json.encode(own))  # workers need not make them again
+        # workers need not make them again
+        (Path(scratch) / OWN_CASES).write_bytes(msgspec.json.encode(own))
+        (Path(scratch) / SELECTED_CASES).write_bytes(msgspec.json.encode(cases))
         run_pytest(options, record, scratch)
     for case in cases:  # a worker that could not even start reports nothing
         if case.id not in record.results:

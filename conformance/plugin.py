@@ -6,7 +6,7 @@ It stays silent unless --attn-backend is given, so that it can be loaded in any 
 import argparse
 import faulthandler
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 RESULT_PROPERTY = "attnconform"
 SPOILT_EXIT_CODE = 87  # of a worker that ends itself after a case, so that a fresh one takes the rest
 SPOILT = pytest.StashKey[bool]()  # on an item: its case left the process unfit for others
-# in the engine's scratch folder: ids of cases that a resumed run has results of; cases of the backend's own domain
-SKIPPED, OWN_CASES = "already-judged", "own-cases.json"
+# in the engine's scratch folder: ids of cases that a resumed run has results of; cases of the backend's own domain; all
+# that the run takes
+SKIPPED, OWN_CASES, SELECTED_CASES = "already-judged", "own-cases.json", "selected-cases.json"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,14 +44,12 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     if not config.getoption("--attn-backend"):
         return
     from attnconform.conformance.backend import Unavailable
-    from attnconform.conformance.selection import select_cases
 
     try:
         backend = load(config)
         config.add_cleanup(backend.close)
         own = own_domain_of(config, backend)
-        level, select = config.getoption("--attn-level"), config.getoption("--attn-select")
-        cases = select_cases(level, select, config.getoption("--attn-shard"), own)
+        cases = selected_cases(config, own)
         expected = load_expected(config, own)
     except (ValueError, Unavailable) as error:
         raise pytest.UsageError(str(error)) from None
@@ -103,14 +102,32 @@ def already_judged(config: pytest.Config) -> set[str]:
 
 def own_domain_of(config: pytest.Config, backend: "Backend") -> "tuple[Case, ...]":
     """Cases of the backend's own domain: as the engine made them, else made here."""
-    from attnconform.conformance.cases.structure import Case
     from attnconform.conformance.selection import own_cases
 
-    scratch: str = config.getoption("--attn-hang-dir")
-    path = Path(scratch) / OWN_CASES
-    if scratch and path.exists():
-        return msgspec.json.decode(path.read_bytes(), type=tuple[Case, ...])
+    made = made_by_engine(config, OWN_CASES)
+    if made is not None:
+        return made
     return own_cases(config.getoption("--attn-level"), config.getoption("--attn-select"), backend.capabilities)
+
+
+def selected_cases(config: pytest.Config, own: "tuple[Case, ...]") -> "Sequence[Case]":
+    """The cases of the run: as the engine made them, else made here, which takes seconds."""
+    from attnconform.conformance.selection import select_cases
+
+    made = made_by_engine(config, SELECTED_CASES)
+    if made is not None:
+        return made
+    level, select = config.getoption("--attn-level"), config.getoption("--attn-select")
+    return select_cases(level, select, config.getoption("--attn-shard"), own)
+
+
+def made_by_engine(config: pytest.Config, name: str) -> "tuple[Case, ...] | None":
+    """Cases that the engine wrote into its scratch folder under a name; None where no engine runs."""
+    from attnconform.conformance.cases.structure import Case
+
+    scratch: str = config.getoption("--attn-hang-dir")
+    path = Path(scratch) / name
+    return msgspec.json.decode(path.read_bytes(), type=tuple[Case, ...]) if scratch and path.exists() else None
 
 
 def load_expected(config: pytest.Config, own: "tuple[Case, ...]") -> "dict[str, ExpectedFailure]":

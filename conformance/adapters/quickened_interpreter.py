@@ -1,8 +1,10 @@
 """Triton's interpreter, quicker: what it does anew at every call of a function within a kernel is done once.
 
 A call within a running kernel replaces the built-in functions of `triton.language` once more, although the kernel's own
-launch has; for small tiles that is a third of the time. Every operation makes a table of all dtypes to look one up. And
-every sum of integers is made in 64 bits as well, for an assertion that only a debugging builder would make.
+launch has; for small tiles that is a third of the time. A launch looks through all of `triton.language` for what to
+replace. Every operation makes a table of all dtypes to look one up. And every sum of integers is made in 64 bits as
+well, for an assertion that only a debugging builder would make. Types are in `quickened_language`, arrays in
+`quickened_arrays`.
 """
 
 import inspect
@@ -11,6 +13,9 @@ from dataclasses import replace
 from functools import cache
 from types import ModuleType
 from typing import Any
+
+from attnconform.conformance.adapters.quickened_arrays import quicken_arrays
+from attnconform.conformance.adapters.quickened_language import quicken_language
 
 SINCE_TRITON_3_6 = ("fn",)  # parameters of the function that is replaced
 
@@ -28,20 +33,33 @@ def quicken() -> bool:
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = replace(builder.options, sanitize_overflow=False)
+    quicken_language()
+    quicken_arrays()
     return True
 
 
 class Once:
-    """Triton's replacement of built-in functions, where it is not in force already."""
+    """Triton's replacement of built-in functions where it is not in force; what is replaced is looked for once."""
 
     def __init__(self, replace: Callable[[Any], Any]) -> None:
         self.replace = replace
+        self.empty: Callable[[], Any] = NothingToRestore  # a scope, of Triton's own
+        self.made: dict[tuple[ModuleType, ...], list[tuple[Any, str, Any]]] = {}  # owner, name, function; by languages
 
     def __call__(self, fn: Any) -> Any:
         """What restores the functions in the end: a scope, or one with nothing in it."""
-        if all(is_replaced(module) for module in languages(fn)):
+        found = languages(fn)
+        if all(is_replaced(module) for module in found):
             return NothingToRestore()
-        return self.replace(fn)
+        if found in self.made:
+            scope = self.empty()
+            for change in self.made[found]:
+                scope.set_attr(*change)
+            return scope
+        scope = self.replace(fn)
+        self.empty = type(scope)
+        self.made[found] = [(owner, name, owner.__dict__[name]) for owner, name, _ in scope._changes]
+        return scope
 
 
 class Remembered:

@@ -30,15 +30,23 @@ class Widened:
 
 
 @contextmanager
+def untuned_kernels() -> Iterator[None]:
+    """Triton's interpreter as it is, but for the clock that an autotuner asks for."""
+    from triton.runtime.autotuner import Autotuner
+
+    with mock.patch.object(Autotuner, "_bench", return_value=[1.0]):
+        yield
+
+
+@contextmanager
 def third_party_kernels() -> Iterator[None]:
     """Triton's interpreter as other projects' kernels need it."""
-    from triton.runtime.autotuner import Autotuner
     from triton.runtime.interpreter import InterpreterBuilder
 
     quicken()
     widening = widen_first(InterpreterBuilder.create_dot)
     with (
-        mock.patch.object(Autotuner, "_bench", return_value=[1.0]),
+        untuned_kernels(),
         mock.patch.object(InterpreterBuilder, "create_dot", widening),
         mock.patch.object(InterpreterBuilder, "cast_impl", to_nearest(InterpreterBuilder.cast_impl)),
         mock.patch.object(InterpreterBuilder, "binary_op", rounded_after(InterpreterBuilder.binary_op)),

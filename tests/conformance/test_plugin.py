@@ -4,6 +4,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+
+from attnconform.conformance.cases.matrix import matrix
+from attnconform.conformance.plugin import OWN_CASES, SELECTED_CASES, made_by_engine, selected_cases
 
 SOURCE = Path(__file__).parents[2] / "src"
 PLUGIN = "attnconform.conformance.plugin"
@@ -81,3 +87,11 @@ def test_an_unknown_backend_is_a_usage_error_of_one_line(miniatures):
     assert done.returncode == 4
     assert "ERROR: backend is 'nosuch'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_worker_takes_the_cases_that_the_engine_made(tmp_path):
+    cases = matrix("L0")[:2]
+    (tmp_path / SELECTED_CASES).write_bytes(msgspec.json.encode(cases))
+    config = SimpleNamespace(getoption={"--attn-hang-dir": str(tmp_path)}.__getitem__)
+    assert selected_cases(config, ()) == cases
+    assert made_by_engine(config, OWN_CASES) is None
