@@ -91,8 +91,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 class Tensors:
     """Inputs and outputs of one call, on the backend's device.
 
-    `out` and `lse` arrive poisoned and with guard bands around them. A backend writes into them, or returns tensors
-    of its own.
+    `out` and `lse` arrive poisoned, with guard bands around them and, where strides are asked for, between their rows.
+    A backend writes into them, or returns tensors of its own.
     """
 
     q: torch.Tensor  # (total_q, num_qo_heads, head_dim_qk)
@@ -100,8 +100,8 @@ class Tensors:
         torch.Tensor
     )  # (num_pages, page_size, num_kv_heads, head_dim_qk) NHD, or heads before tokens HND; any strides
     v_cache: torch.Tensor  # likewise, head_dim_vo
-    out: torch.Tensor  # (total_q, num_qo_heads, head_dim_vo)
-    lse: torch.Tensor  # (total_q, num_qo_heads) float32
+    out: torch.Tensor  # (total_q, num_qo_heads, head_dim_vo); the last axis without gaps, else any strides
+    lse: torch.Tensor  # (total_q, num_qo_heads) float32; any strides
     # float32 scales of a quantized cache, whose tensor then holds int8 or float8 codes; shapes as in Quantization
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None

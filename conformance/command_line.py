@@ -429,7 +429,19 @@ def fixtures_write(folder: Path) -> None:
     "suites",
     multiple=True,
     type=click.Choice(
-        ["seed64k", "prefill", "nsa", "index", "quant", "backward", "backward-tuning", "training", "sweep", "targets"]
+        [
+            "seed64k",
+            "prefill",
+            "nsa",
+            "block-mask",
+            "index",
+            "quant",
+            "backward",
+            "backward-tuning",
+            "training",
+            "sweep",
+            "targets",
+        ]
     ),
     default=("seed64k",),
     show_default=True,

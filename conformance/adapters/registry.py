@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 
 import torch
 
+from attnconform.conformance.adapters.declaration import check_declaration
 from attnconform.conformance.backend import Backend, Unavailable
 
 # short name -> module:class; imported only when asked for, so that a missing package matters to nobody else
@@ -30,9 +31,15 @@ BUNDLED: dict[str, str] = {
     "flashinfer-decode-pages": "attnconform.conformance.adapters.flashinfer_decode:FlashInferDecodePages",
     "flashinfer-prefill": "attnconform.conformance.adapters.flashinfer_prefill:FlashInferPrefill",
     "flashinfer-bsr": "attnconform.conformance.adapters.flashinfer_sparse:FlashInferBlockSparse",
+    "flashinfer-bsr-lists": "attnconform.conformance.adapters.flashinfer_sparse:FlashInferListedBlocks",
     "flashinfer-variable-bsr": "attnconform.conformance.adapters.flashinfer_sparse:FlashInferVariableBlocks",
     "flashinfer-merge-cuda": "attnconform.conformance.adapters.flashinfer_cuda_merge:FlashInferCudaMerge",
+    "fa3-tokens": "attnconform.conformance.adapters.flash_attention3:FlashAttention3Tokens",
+    "fa3-pages": "attnconform.conformance.adapters.flash_attention3:FlashAttention3Pages",
+    "flash-mla-sparse": "attnconform.conformance.adapters.flash_mla:FlashMla",
     "fla-nsa": "attnconform.conformance.adapters.fla_nsa:FlaNsa",
+    "fla-nsa-any-width": "attnconform.conformance.adapters.fla_nsa:FlaNsaAnyWidth",
+    "fla-nsa-plain-interpreter": "attnconform.conformance.adapters.fla_nsa:FlaNsaPlainInterpreter",
     "attn-gym": "attnconform.conformance.adapters.attn_gym:Gather",
     "attn-gym-repeats": "attnconform.conformance.adapters.attn_gym:GatherRepeats",
     "flashinfer-merge": "attnconform.conformance.adapters.flashinfer_merge:FlashInferMerge",
@@ -63,11 +70,21 @@ class BackendError(ValueError):
 def load_backend(spec: str, device: str) -> Backend:
     """A backend, ready to run on a device.
 
-    Raises BackendError where the name, its module or its class is wrong, Unavailable where it cannot run here.
+    Raises BackendError where the name, its module, its class or its declaration is wrong, Unavailable where it cannot
+    run here.
     """
     check_device(device)
-    if spec.startswith(EXEC_PREFIX):
-        return load_program(spec, device)
+    backend = load_program(spec, device) if spec.startswith(EXEC_PREFIX) else load_class(spec, device)
+    try:
+        check_declaration(backend.capabilities)
+    except ValueError as error:
+        backend.close()
+        raise BackendError(f"backend {spec!r}: {error}") from None
+    return backend
+
+
+def load_class(spec: str, device: str) -> Backend:
+    """A backend of a class that Python imports. Raises as load_backend."""
     target = BUNDLED.get(spec) or installed_backends().get(spec) or spec
     module_name, _, class_name = target.partition(":")
     if not class_name:

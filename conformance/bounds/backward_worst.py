@@ -227,7 +227,8 @@ class WorstBackward:
     @property
     def ds_floor(self) -> float:
         """eta_ds; scaling dS by less than 1 before it is stored moves the floor up."""
-        return self.numerics.eta_ds / (min(self.softmax.sm_scale, 1.0) if self.numerics.ds_scaled else 1.0)
+        scale = self.softmax.sm_scale or 1.0  # products with 0 are exact
+        return self.numerics.eta_ds / (min(scale, 1.0) if self.numerics.ds_scaled else 1.0)
 
     @cached_property
     def ds_size(self) -> Array:

@@ -61,7 +61,7 @@ class Softmax:
     added: Array  # sum of |bias|
     slope: Array  # d score / d (sm_scale q.k)
     keep: Array  # dropout: keep mask / (1 - rate)
-    sm_scale: float
+    sm_scale: float  # its size: every bound is one of sizes, and the sign is in the scores
     cap: float | None
     num_sinks: int  # 1 where the last column is one
     num_heads: int
@@ -187,7 +187,7 @@ def compute_softmax(block: AttentionBlock) -> Softmax:
         **keys,
         mask=mask,
         **maps,
-        sm_scale=block.sm_scale,
+        sm_scale=abs(block.sm_scale),
         cap=block.cap,
         num_sinks=num_sinks,
         num_heads=block.num_heads,
@@ -229,6 +229,8 @@ def compute_operands(x: Softmax, numerics: Numerics) -> Operands:
 
 def _scaled_changes(x: Array, factor: float, numerics: Numerics) -> list[Array]:
     """What x gains when it is multiplied by a factor, which may be rounded before, and the product rounded."""
+    if factor == 0:
+        return [np.zeros_like(x)]  # products with 0 are exact
     used = factor + float(operand_changes(np.asarray(factor), numerics.factor_bits, False)[0])
     rounded = operand_changes(x * used, numerics.prescale_bits, numerics.truncates)
     return [(x * (used - factor) + change) / factor for change in rounded]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from attnconform.conformance.cases.axes import Row
+from attnconform.conformance.cases.axes import CODED, Row
 from attnconform.reference.attention import EffectiveSets, effective_sets
 from attnconform.reference.candidates import HOLE
 from attnconform.reference.problem import AttentionProblem
@@ -68,10 +68,11 @@ BACKWARD_OF_VALUE: dict[tuple[str, str], tuple[str, ...]] = {
     ("score", "alibi"): ("GRAD-RULE",),
     ("score", "relative"): ("GRAD-RULE",),
     ("sink", "logits"): ("GRAD-SINK",),
-    ("quant", "mixed"): ("QUANT-GRAD",),
+    **{("quant", value): ("QUANT-GRAD",) for value in CODED},
     ("dropout", "quarter"): ("DROPOUT-BACKWARD",),
     ("rope", "raw"): ("ROPE-GRAD",),
-    ("epilogue", "silu_gate"): ("GRAD-EPILOGUE",),
+    ("rope", "raw_interleaved"): ("ROPE-GRAD",),
+    **{("epilogue", value): ("GRAD-EPILOGUE",) for value in ("relu", "silu_gate", "cast")},
 }
 # what it takes further calls to judge, each on one forward case in so many
 SAMPLED = {

@@ -10,6 +10,9 @@ from attnconform.conformance.backend import OPTIONAL_AXES
 from attnconform.conformance.cases.clauses_of import clauses_of
 from attnconform.conformance.cases.covering import AXES
 from attnconform.conformance.cases.designed import designed_cases
+from attnconform.conformance.cases.designed_beyond import cases_beyond
+from attnconform.conformance.cases.designed_paths import cases_of_paths
+from attnconform.conformance.cases.designed_sizes import cases_of_sizes
 from attnconform.conformance.cases.frozen import FROZEN_LEVELS, frozen_cases
 from attnconform.conformance.cases.generate import build_structure
 from attnconform.conformance.cases.refusals import refusal_cases
@@ -59,7 +62,13 @@ def matrix(level: str) -> tuple[Case, ...]:
     if level in FROZEN_LEVELS:
         return (*matrix(LEVELS[LEVELS.index(level) - 1]), *frozen_cases(level))
     generated = [matrix_case(op, i, row) for op in AXES for i, row in enumerate(frozen_rows(op))]
-    own = (wide_case(), *designed_cases(SMOKE_ROW))
+    own = (
+        wide_case(),
+        *designed_cases(SMOKE_ROW),
+        *cases_beyond(SMOKE_ROW),
+        *cases_of_sizes(SMOKE_ROW),
+        *cases_of_paths(SMOKE_ROW),
+    )
     return (*smoke_cases(), *generated, *own, *structure_cases(generated), *refusal_cases())
 
 

@@ -12,12 +12,13 @@ from attnconform.conformance.deviations import (
     list_structures,
     plan_structures,
     pool_structures,
+    structure_ranges,
 )
 from attnconform.conformance.deviations.deviation import Deviation
 
 AREAS = (
     block_structures, list_structures, cost_figures, canonical_structures, pool_structures, plan_structures,
-    fallback_structures,
+    fallback_structures, structure_ranges,
 )  # fmt: skip
 
 __all__ = ["AREAS", "is_structural"]

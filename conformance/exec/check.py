@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from attnconform.conformance.adapters.declaration import faults_of
 from attnconform.conformance.adapters.exec_process import ExecBackend, ExecRefused
 from attnconform.conformance.cases.matrix import matrix
 from attnconform.conformance.cases.structure import Case
@@ -24,12 +25,17 @@ def check_program(command: str, *, device: str = "cpu") -> list[str]:
         return [f"start: {error}"]
     try:
         steps: tuple[Callable[[ExecBackend], Iterable[str]], ...] = (
-            check_nonsense, check_missing_file, check_forward, check_refusals, check_backward, check_stop,
+            check_words, check_nonsense, check_missing_file, check_forward, check_refusals, check_backward, check_stop,
             check_end_of_input,
         )  # fmt: skip
         return [f"{step.__name__.removeprefix('check_')}: {fault}" for step in steps for fault in step(backend)]
     finally:
         backend.close()
+
+
+def check_words(backend: ExecBackend) -> Iterable[str]:
+    """Axes, values and dtypes of the declaration are those that there are."""
+    yield from faults_of(backend.capabilities)
 
 
 def check_nonsense(backend: ExecBackend) -> Iterable[str]:

@@ -15,29 +15,13 @@ from attnconform.conformance.adapters.conventions import (
     combinations,
 )
 from attnconform.conformance.adapters.registry import load_backend
-from attnconform.conformance.cases.matrix import SMOKE_ROW
-from attnconform.conformance.cases.structure import CandidateStructure, Case, Structure, named
 from attnconform.conformance.explain.answer import Make
 from attnconform.conformance.explain.rank import ROUNDINGS, gap_of, unit_of
-from attnconform.conformance.judge.diagnosis import rule_clauses
+from attnconform.conformance.explain.smoke_cases import TinyCase, sizes_of, tiny_cases
 from attnconform.conformance.judge.judge import undeclared
 from attnconform.conformance.judge.trial import BackendCrash, Observed, Trial
 from attnconform.conformance.judge.values import compare_forward
 from attnconform.reference.coordinates import FloatArray
-from attnconform.reference.rules import Alibi, Causal, MaskRule, ScoreRule, SoftCap, Window
-
-EVERYWHERE = ("lse base", "sm_scale")  # axes that every case depends on
-DTYPES = ("float32", "bfloat16", "float16")  # the first that a backend declares
-HEAD_DIM, PAGE_SIZE = 64, 16
-SEED = 0x5A0CE
-
-
-@dataclass(frozen=True)
-class TinyCase:
-    """A case that tells the values of some axes apart."""
-
-    case: Case
-    axes: tuple[str, ...]  # that its answer depends on
 
 
 @dataclass(frozen=True)
@@ -71,100 +55,18 @@ class Diagnosis:
         return bool(self.told) and not self.misfits and not self.broken
 
 
-def tiny_structure(
-    *,
-    dtype: str,
-    q: tuple[int, ...] = (1,),
-    kv: tuple[int, ...] = (9,),
-    heads: tuple[int, int] = (2, 2),
-    lists: Sequence[tuple[int, ...]] | None = None,
-    mask: MaskRule | None = None,
-    score: tuple[ScoreRule, ...] = (),
-) -> Structure:
-    """A structure of one or two requests, its pages out of order; lists are one a row, for all heads."""
-    needed = [-(-tokens // PAGE_SIZE) for tokens in kv]
-    ends = np.cumsum(needed)
-    pages = tuple(tuple(range(int(end), int(end) - n, -1)) for end, n in zip(ends, needed, strict=True))
-    return Structure(
-        dtype=dtype,  # type: ignore[arg-type]  # one of DTYPES
-        seqlens_q=q,
-        seqlens_kv=kv,
-        num_qo_heads=heads[0],
-        num_kv_heads=heads[1],
-        head_dim_qk=HEAD_DIM,
-        head_dim_vo=HEAD_DIM,
-        page_size=PAGE_SIZE,
-        num_pages=int(ends[-1]) + 1,
-        page_table=pages,
-        candidates=None if lists is None else CandidateStructure(lists=tuple(lists), sharing="shared"),
-        mask_rule=mask,
-        score_rules=score,
-        sm_scale=HEAD_DIM**-0.5,
-    )
-
-
-def tiny_cases(dtype: str) -> tuple[TinyCase, ...]:
-    """A dozen cases, one idea each, in the order in which a reader would try them."""
-    alibi, cap = Alibi((0.5, 0.25)), SoftCap(1.5)
-    structure = partial(tiny_structure, dtype=dtype)
-    token, holes, twice = {"granularity": "token"}, {"listing": "holes"}, {"listing": "duplicates"}
-    prefill, chunk = {"phase": "prefill"}, {"phase": "chunk"}
-    return (
-        tiny("plain", structure(), {}),
-        tiny("two-requests", structure(q=(1, 3), kv=(5, 19)), {"phase": "mixed"}),
-        tiny("grouped", structure(heads=(4, 2)), {"heads": "4/2"}, "KV head of query head h"),
-        tiny("one-group", structure(heads=(4, 1), q=(3,)), chunk | {"heads": "4/1"}),
-        tiny("causal-square", structure(q=(5,), kv=(5,), mask=Causal()), prefill | {"mask": "causal"}),
-        tiny("causal-chunk", structure(q=(3,), mask=Causal()), chunk | {"mask": "causal"}, "causal alignment"),
-        tiny("window", structure(q=(6,), kv=(6,), mask=Window(2, 1)), prefill | {"mask": "window"}, "window"),
-        tiny("listed", structure(lists=[(1, 4, 7)]), token),
-        tiny("listed-twice", structure(lists=[(1, 4, 4, 7)]), token | twice, "duplicates"),
-        tiny("hole-inside", structure(lists=[(1, -1, 4, 7)]), token | holes, "holes"),
-        tiny("no-key", structure(q=(2,), lists=[(-1, -1), (2, 5)]), token | holes, "lse of an empty row"),
-        tiny("alibi", structure(q=(4,), kv=(4,), score=(alibi,)), prefill | {"score": "alibi"}, "ALiBi"),
-        tiny(
-            "alibi-capped", structure(q=(4,), kv=(4,), score=(alibi, cap)), prefill | {"score": "alibi_softcap"},
-            "ALiBi", "soft cap",
-        ),
-        tiny(
-            "capped-alibi", structure(q=(4,), kv=(4,), score=(cap, alibi)), prefill | {"score": "alibi_softcap"},
-            "ALiBi", "soft cap",
-        ),
-    )  # fmt: skip
-
-
-def tiny(name: str, structure: Structure, axes: dict[str, str], *told: str) -> TinyCase:
-    """A tiny case, and the axes that it tells apart."""
-    heads = f"{structure.num_qo_heads}/{structure.num_kv_heads}"
-    row = SMOKE_ROW | {"dtype": structure.dtype, "heads": heads} | axes
-    of_axes = (CONVENTIONS[axis].clause for axis in told)
-    clauses = tuple(sorted({"SET-IDENTITY", "SCORE-SCALE", *rule_clauses(structure.mask_rule), *of_axes}))
-    case = Case(
-        id="",
-        level="L0",
-        operation="forward",
-        structure=structure,
-        values="normal",
-        seed=SEED,
-        clauses=clauses,
-        axes=row,
-    )
-    return TinyCase(named(case, name), (*EVERYWHERE, *told))
-
-
 def diagnose(make: Make) -> Diagnosis:
     """Which combination of conventions a backend follows. Raises nothing that the backend raises."""
-    dtype = next((d for d in DTYPES if undeclared(tiny_cases(d)[0].case, make()) is None), DTYPES[0])
     tried, not_run = [], {}
-    for tiny_case in tiny_cases(dtype):
-        outside = undeclared(tiny_case.case, make())
+    for tiny in tiny_cases(sizes_of(make().capabilities)):
+        outside = undeclared(tiny.case, make())
         if outside is not None:
-            not_run[tiny_case.case.id] = outside.reason
+            not_run[tiny.case.id] = outside.reason
             continue
         try:
-            tried.append(try_case(tiny_case, make))
+            tried.append(try_case(tiny, make))
         except BackendCrash as crash:
-            not_run[tiny_case.case.id] = str(crash)
+            not_run[tiny.case.id] = str(crash)
     told = tuple(axis for axis in CONVENTIONS if any(axis in t.tiny.axes for t in tried))
     every = list(combinations(told))
     fitting = sorted((c for c in every if all(t.distance(c) <= 1 for t in tried)), key=num_changed)
@@ -173,19 +75,19 @@ def diagnose(make: Make) -> Diagnosis:
     return Diagnosis(tuple(fitting) if tried else (), nearest, misfits, told, not_run)
 
 
-def try_case(tiny_case: TinyCase, make: Make) -> Tried:
+def try_case(tiny: TinyCase, make: Make) -> Tried:
     """Runs a case once, and lays every combination of its axes beside the answer."""
-    trial = Trial(tiny_case.case, make())
+    trial = Trial(tiny.case, make())
     seen = trial.run(trial.values, unowned=0.0, poison=0.0)
     limits = limits_of(trial, seen)
     distances = {}
-    for combination in combinations(tiny_case.axes):
+    for combination in combinations(tiny.axes):
         out, lse = attend(combination, trial.problem, trial.values)
         gaps = [gap_of(seen.out, out, limits["out"])]
         if seen.lse is not None:
             gaps.append(gap_of(seen.lse, lse, limits["lse"]))
-        distances[tuple(combination[axis] for axis in tiny_case.axes)] = max(gaps)
-    return Tried(tiny_case, distances)
+        distances[tuple(combination[axis] for axis in tiny.axes)] = max(gaps)
+    return Tried(tiny, distances)
 
 
 def limits_of(trial: Trial, seen: Observed) -> dict[str, FloatArray]:

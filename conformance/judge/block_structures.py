@@ -1,6 +1,7 @@
 """Block masks that a backend builds, decodes, turns around and combines, against the reference's, block by block."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,9 +18,10 @@ from attnconform.reference.cache import PagedCache
 from attnconform.reference.coordinates import BoolArray
 from attnconform.reference.formats import dense_masks
 from attnconform.reference.problem import AttentionProblem
-from attnconform.reference.rules import And, Causal, Document
+from attnconform.reference.rules import And, Causal, Document, MaskRule, Or, PrefixLM
 
-BLOCK_SIZES = ((1, 4), (2, 3), (4, 16))  # query and kv block sizes that each problem is built with
+# query and kv block sizes that each problem is built with; blocks of one key are more than a word has bits
+BLOCK_SIZES = ((1, 4), (2, 3), (4, 16), (3, 1))
 NUM_DRAWS = 4  # drawn inputs of each kind a case
 
 
@@ -171,11 +173,14 @@ def check_interval_masks(trial: Trial) -> list[Finding]:
     if lacks(trial, "interval_block_mask"):
         return []
     draw, findings = Draw(trial.case.seed), []
-    for _ in range(NUM_DRAWS):
+    for request in (0, 1) * (NUM_DRAWS // 2):
         extent = drawn_extent(draw)
         rule = drawn_rule(draw, extent.seqlen_kv)
-        got: BlockMask = ask(trial, "interval_block_mask", rule, 0, extent)
-        mask, sizes = element_mask(rule, extent), (extent.q_block_size, extent.kv_block_size)
+        if request:
+            extent = replace(extent, q_offset=draw.choice((-2, extent.q_offset // 2, extent.q_offset + 3)))
+            rule = behind_another_request(rule)
+        got: BlockMask = ask(trial, "interval_block_mask", rule, request, extent)
+        mask, sizes = element_mask(rule, extent, request=request), (extent.q_block_size, extent.kv_block_size)
         found = compare_blocks(got, mask, sizes, "BLOCK-INTERVAL")
         exact = build_block_mask(mask, q_block_size=sizes[0], kv_block_size=sizes[1])
         if not found and not np.array_equal(listed_pairs(got), listed_pairs(exact)):
@@ -184,6 +189,19 @@ def check_interval_masks(trial: Trial) -> list[Finding]:
             found = [wrong("calls a block of all edges partial", "BLOCK-INTERVAL")]
         findings += [wrong(f"{rule}, {extent}: {f.message}", *f.clauses) for f in found]
     return findings
+
+
+def behind_another_request(rule: MaskRule) -> MaskRule:
+    """A rule of one request as that of the second of two; the first one has no prefix and one document."""
+    match rule:
+        case And(parts) | Or(parts):
+            return type(rule)(tuple(behind_another_request(part) for part in parts))
+        case PrefixLM(prefix_len):
+            return PrefixLM((0, *prefix_len))
+        case Document(starts):
+            return Document(((0,), *starts))
+        case _:
+            return rule
 
 
 @checks("BLOCK-CONSERVATIVE")

@@ -19,6 +19,7 @@ from attnconform.reference.scored_list import ScoredList
 
 NUM_PAGES = 24
 NONE: IntArray = np.empty(0, dtype=np.int64)
+EMPTY_BRANCH = Branch(NONE, np.empty(0), np.empty(0))
 BRANCH_CLAUSES: dict[BranchPolicy, str] = {
     "cover": "SET-BRANCH-COVER",
     "keep_larger_score": "SET-BRANCH-LARGER",
@@ -30,6 +31,8 @@ GROUP_CLAUSES: dict[GroupPolicy, str] = {
     "private": "GQA-MERGE-PRIVATE",
 }
 QUARTER = 0.25  # scores and gates are multiples, so that sums are exact in any order and in float32
+FINE = 2.0**-12  # between scores that bfloat16 and float16 do not tell apart
+STEPS = (1, 70_001)  # from position to position: near, and past 16 bits
 TOLERANCE = 1e-5  # of a few float32 operations; another function is farther away
 
 
@@ -114,7 +117,8 @@ def check_branches(trial: Trial) -> list[Finding]:
         return []
     draw, findings = Draw(trial.case.seed), []
     for _ in range(NUM_DRAWS):
-        branches = [drawn_branch(draw) for _ in range(draw.integer(2, 4))]
+        step, count = draw.choice(STEPS), draw.choice((2, 3, 4, 9))
+        branches = draw.shuffled([EMPTY_BRANCH, *(drawn_branch(draw, step) for _ in range(count))])
         for policy, clause in BRANCH_CLAUSES.items():
             got: Branch = ask(trial, "merge_branches", branches, policy)
             wanted = merge_branches(branches, policy)
@@ -128,9 +132,9 @@ def check_branches(trial: Trial) -> list[Finding]:
     return findings
 
 
-def drawn_branch(draw: Draw) -> Branch:
+def drawn_branch(draw: Draw, step: int) -> Branch:
     """Some of eight positions in any order, so that branches overlap, with equal scores among them."""
-    positions = draw.shuffled([0, *draw.subset(range(1, 8), draw.integer(2, 6))])
+    positions = [step * i for i in draw.shuffled([0, *draw.subset(range(1, 8), draw.integer(2, 6))])]
     scores = QUARTER * np.array(draw.integers(len(positions), -4, 4))
     gates = QUARTER * np.array(draw.integers(len(positions), 1, 8))
     return Branch(np.array(positions), scores, gates)
@@ -165,7 +169,10 @@ def check_group_merges(trial: Trial) -> list[Finding]:
         return []
     draw, findings = Draw(trial.case.seed), []
     for _ in range(NUM_DRAWS):
-        heads = [drawn_scores(draw) for _ in range(draw.integer(2, 4))]
+        step, count = draw.choice(STEPS), draw.choice((2, 3, 4, 8))
+        heads = [drawn_scores(draw, step) for _ in range(count)]
+        if draw.integer(0, 1):  # a head that wants nothing
+            heads = draw.shuffled([ScoredList(NONE, np.empty(0)), *heads])
         budget = draw.integer(1, 6)
         for policy, clause in GROUP_CLAUSES.items():
             got: GroupLists = ask(trial, "merge_group", heads, policy, budget)
@@ -175,10 +182,11 @@ def check_group_merges(trial: Trial) -> list[Finding]:
     return findings
 
 
-def drawn_scores(draw: Draw) -> ScoredList:
-    """Some of twelve positions in any order, several of equal score."""
+def drawn_scores(draw: Draw, step: int) -> ScoredList:
+    """Some of twelve positions in any order, several of equal score, and some of nearly equal ones."""
     positions = draw.shuffled(draw.subset(range(12), draw.integer(3, 9)))
-    return ScoredList(np.array(positions), QUARTER * np.array(draw.integers(len(positions), 0, 4)))
+    fine = draw.choice((0.0, FINE)) * np.array(draw.integers(len(positions), 0, 3))
+    return ScoredList(step * np.array(positions), QUARTER * np.array(draw.integers(len(positions), 0, 4)) + fine)
 
 
 def compare_groups(

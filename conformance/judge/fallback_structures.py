@@ -22,6 +22,8 @@ PATH = SparsePath(
     enter_below=Fraction(1, 2),
 )
 RATES = (0, 10, 49, 50, 51, 60, 74, 75, 76, 100)  # of 100 blocks: both thresholds, and either side of them
+# blocks of so many: thresholds that whole percents do not tell from what lies beside them, and a batch without any
+FINE_RATES = ((300, 400), (301, 400), (200, 400), (199, 400), (60, 70), (0, 0), (60, 100))
 MISFITS: dict[str, dict[str, object]] = {
     "architecture": {"architecture": "sm_70"},
     "dtype": {"dtype": "float32"},
@@ -66,13 +68,14 @@ def sound_batch(draw: Draw) -> BatchFacts:
 
 
 def lone_batches(draw: Draw) -> list[BatchFacts]:
-    """Each reason by itself at a low rate, empty rows, faults, and the rate over both thresholds and back.
+    """Each reason by itself at a low rate, empty rows, faults, and the rate over both thresholds and back, twice.
 
     The last rise comes with a batch that falls back for another reason. Batches have one to four requests.
     """
     low = replace(sound_batch(draw), num_candidate_blocks=10)
     misfits = draw.shuffled([replace(low, **changed) for changed in MISFITS.values()])  # type: ignore[arg-type]
     rates = [replace(low, num_candidate_blocks=rate) for rate in (75, 76, 75, 50, 49, 60)]
+    rates += [replace(low, num_candidate_blocks=some, num_blocks=of) for some, of in FINE_RATES]
     rise = [replace(misfits[0], num_candidate_blocks=76), replace(low, num_candidate_blocks=60)]
     faults = [replace(facts, fault=draw.choice(FAULTS)) for facts in (low, misfits[0])]
     batches = [low, *misfits, replace(low, num_empty_rows=3), *faults, *rates, *rise]
@@ -94,8 +97,8 @@ def compare_decisions(batches: list[BatchFacts], got: FallbackReport, wanted: Fa
         return [wrong(f"{len(got.decisions)} decisions for {len(batches)} batches", "FALLBACK-REASON")]
     for i, (ours, right) in enumerate(zip(got.decisions, wanted.decisions, strict=True)):
         if ours != right:
-            rates = [batch.num_candidate_blocks for batch in batches[: i + 1]]
-            message = f"batch {i} runs {told(ours)}, not {told(right)}, after rates of {rates} in 100"
+            rates = [f"{batch.num_candidate_blocks}/{batch.num_blocks}" for batch in batches[: i + 1]]
+            message = f"batch {i} runs {told(ours)}, not {told(right)}, after rates of {', '.join(rates)}"
             return [wrong(message, decision_clause(batches[i], ours, right))]
     return []
 

@@ -1,14 +1,18 @@
 """Gradients: each alone within its bound, exactly 0 where no query selects, and over the forward's own edges."""
 
-import numpy as np
+from dataclasses import replace
 
+import numpy as np
+import torch
+
+from attnconform.conformance.backend import Backward
 from attnconform.conformance.cases.values import Values
 from attnconform.conformance.clauses import checks
-from attnconform.conformance.judge.gradient_bounds import compare_gradients
+from attnconform.conformance.judge.gradient_bounds import compare_gradients, given
 from attnconform.conformance.judge.hygiene import mutation_findings
 from attnconform.conformance.judge.membership import HEAD_ROTATION, LEAST_WEIGHT, expected_weights
 from attnconform.conformance.judge.trial import ObservedGradients, Trial, same_bits, with_values
-from attnconform.conformance.judge.values import SEEDS, judge_comparisons
+from attnconform.conformance.judge.values import SEEDS, Comparison, judge_comparisons
 from attnconform.conformance.judge.verdict import Finding
 from attnconform.reference.coordinates import BoolArray, FloatArray, IntArray
 
@@ -17,11 +21,11 @@ from attnconform.reference.coordinates import BoolArray, FloatArray, IntArray
     "GRAD-FORMULA", "GRAD-SET", "GRAD-SUM", "GRAD-SOFTCAP", "GRAD-SINK", "GRAD-LSE", "GRAD-ZERO", "EMPTY-GRAD",
     "GRAD-RULE", "GRAD-EPILOGUE", "DROPOUT-BACKWARD", "ROPE-GRAD", "QUANT-GRAD", "BOUND-RULE",
     "DETERMINISM-RUN", "COORD-STRIDE", "BLOCK-TRANSPOSE", "SAFE-INPUTS", "BOUND-GRAD", "SET-ALIAS", "SCORE-HEAD",
-    "GQA-MAP",
+    "GQA-MAP", "MASK-INTERFERE",
 )  # fmt: skip
 def check_gradients(trial: Trial) -> list[Finding]:
     """dQ, dK, dV and dsink, each alone, element by element."""
-    observed = trial.run_backward(trial.values, trial.base)
+    observed = trial.base_gradients
     findings = [*mutation_findings(observed.mutated, "backward"), *repeat_findings(trial, observed)]
     oracle = trial.oracle_gradients(trial.values, trial.oracle)
     if oracle.dsink is not None and observed.dsink is None:
@@ -34,7 +38,21 @@ def check_gradients(trial: Trial) -> list[Finding]:
         findings.append(Finding(state="FAIL_gradient", clauses=("GRAD-RULE",), message=message))
     findings += zero_findings(trial, observed)
     compared = compare_gradients(trial, trial.values, observed, oracle, trial.oracle)
-    return [*findings, *judge_comparisons(trial, compared, exceeds_under_other_seeds, "FAIL_gradient")]
+    findings += judge_comparisons(trial, compared, exceeds_under_other_seeds, "FAIL_gradient")
+    return findings or interference_findings(trial, compared)
+
+
+def interference_findings(trial: Trial, compared: list[Comparison]) -> list[Finding]:
+    """Gradients that were right stay so whatever lies in slots of a request that no row attends. [MASK-INTERFERE]"""
+    if not (trial.owned & ~trial.selected).any():
+        return []
+    got = given(trial.run_backward(trial.values, trial.second))
+    for comparison in compared:
+        other = replace(comparison, got=got.get(comparison.name, comparison.got))
+        if other.worst_ratio > 1:
+            message = f"with other bytes in slots that no row attends: {other.message(other.worst)}"
+            return [Finding(state="FAIL_interference", clauses=("MASK-INTERFERE", "GRAD-SET"), message=message)]
+    return []
 
 
 def repeat_findings(trial: Trial, observed: ObservedGradients) -> list[Finding]:
@@ -57,9 +75,18 @@ def repeat_findings(trial: Trial, observed: ObservedGradients) -> list[Finding]:
 
 
 def other_bits(first: ObservedGradients, second: ObservedGradients) -> str | None:
-    """The first of the gradients of q, k and v that differs between two backwards."""
-    names = ("dq", "dk", "dv")
-    return next((n for n in names if not same_bits(getattr(first.raw, n), getattr(second.raw, n))), None)
+    """The first of all gradients that differs between two backwards."""
+    others = given_gradients(second.raw)
+    pairs = ((name, tensor, others.get(name)) for name, tensor in given_gradients(first.raw).items())
+    return next((name for name, a, b in pairs if b is None or not same_bits(a, b)), None)
+
+
+def given_gradients(raw: Backward) -> dict[str, torch.Tensor]:
+    """Every gradient that a backward gave, by name."""
+    named = {"dq": raw.dq, "dk": raw.dk, "dv": raw.dv}
+    if raw.dsink is not None:
+        named["dsink"] = raw.dsink
+    return named | {f"dscore{i}": gradient for i, gradient in enumerate(raw.dscore or ())}
 
 
 def zero_findings(trial: Trial, observed: ObservedGradients) -> list[Finding]:

@@ -6,34 +6,55 @@ import numpy as np
 
 from attnconform.conformance.clauses import checks
 from attnconform.conformance.judge.dense_watch import watch_for_dense
+from attnconform.conformance.judge.storage import BETWEEN
 from attnconform.conformance.judge.trial import HUGE, SECOND_POISON, Observed, Trial, same_bits
 from attnconform.conformance.judge.verdict import Finding, State
+from attnconform.reference.coordinates import BoolArray
 
 NATIVE = "native"  # the path that a backend names where it names no other
 REPEATS = 5  # of a call whose second run differed
 
 
-@checks("SAFE-WRITE", "COORD-ROW")
+@checks("SAFE-WRITE", "COORD-ROW", "COORD-STRIDE")
 def check_written(trial: Trial) -> list[Finding]:
     """An element that still holds the poison in both runs was never written."""
     findings = []
     for name in ("out", "lse"):
-        first, second = getattr(trial.base, name), getattr(trial.second, name)
-        if first is None or second is None:
-            continue
-        unwritten = np.isnan(first) & (second == SECOND_POISON)
+        unwritten = never_written(trial, name)
         if unwritten.any():
             where = tuple(int(i) for i in np.argwhere(unwritten)[0])
             message = f"{name}{list(where)} was never written ({int(unwritten.sum())} of {unwritten.size} elements)"
-            findings.append(Finding(state="FAIL_unwritten", clauses=("SAFE-WRITE",), message=message))
+            clauses: tuple[str, ...] = ("SAFE-WRITE",)
+            if gap_of(name) in trial.base.overruns:
+                message = f"{message}, but what lies between its rows was: {name} is taken for a tensor without gaps"
+                clauses = ("COORD-STRIDE", "SAFE-WRITE")
+            findings.append(Finding(state="FAIL_unwritten", clauses=clauses, message=message))
     return findings
 
 
-@checks("SAFE-BOUNDS")
+def never_written(trial: Trial, name: str) -> BoolArray:
+    """Where an output still holds the poison of both runs; nowhere where the backend returns none."""
+    first, second = getattr(trial.base, name), getattr(trial.second, name)
+    if first is None or second is None:
+        return np.zeros(0, dtype=bool)
+    return np.asarray(np.isnan(first) & (second == SECOND_POISON))
+
+
+def gap_of(name: str) -> str:
+    """The guard band between the rows of an output, as overruns name it."""
+    return f"{BETWEEN} {name}"
+
+
+@checks("SAFE-BOUNDS", "COORD-STRIDE")
 def check_bounds(trial: Trial) -> list[Finding]:
-    """Guard bands around the outputs hold what they held."""
+    """Guard bands around the outputs, and between the rows of strided ones, hold what they held."""
+    taken_for_dense = {gap_of(name) for name in ("out", "lse") if never_written(trial, name).any()}
     return [
-        Finding(state="FAIL_oob_write", clauses=("SAFE-BOUNDS",), message=f"bytes {overrun} were overwritten")
+        Finding(
+            state="FAIL_oob_write",
+            clauses=("COORD-STRIDE", "SAFE-BOUNDS") if overrun in taken_for_dense else ("SAFE-BOUNDS",),
+            message=f"bytes {overrun} were overwritten",
+        )
         for overrun in dict.fromkeys((*trial.base.overruns, *trial.second.overruns))
     ]
 

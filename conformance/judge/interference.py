@@ -5,7 +5,7 @@ import numpy as np
 from attnconform.conformance.cases.values import round_to
 from attnconform.conformance.clauses import checks
 from attnconform.conformance.judge.hygiene import first_difference, same_outputs
-from attnconform.conformance.judge.trial import HUGE, Observed, Trial, overwrite, same_bits
+from attnconform.conformance.judge.trial import HUGE, Observed, Trial, overwrite, same_bits, with_values
 from attnconform.conformance.judge.verdict import Finding
 
 
@@ -29,17 +29,20 @@ def check_unselected(trial: Trial) -> list[Finding]:
 
 @checks("MASK-INTERFERE", "EMPTY-NEIGHBOUR", "COORD-ROW", "MASK-NO-BIAS")
 def check_other_rows(trial: Trial) -> list[Finding]:
-    """What only other rows attend has no influence on a row: one row is watched while all else is rewritten."""
+    """What other rows ask and what only they attend has no influence on a row: all but one row's is rewritten."""
     if trial.backend.capabilities.determinism == "none" or not trial.problem.total_q:
         return []
     row = trial.case.seed % trial.problem.total_q
     head = (trial.case.seed >> 8) % trial.problem.num_qo_heads
     keep = np.zeros_like(trial.selected)
     keep[trial.edges.of(row, head)[1], head // trial.problem.group_size] = True
-    rewritten = trial.run(overwrite(trial.values, ~keep, float(round_to(np.array(HUGE), trial.case.structure.dtype))))
+    huge = float(round_to(np.array(HUGE), trial.case.structure.dtype))
+    q = np.full_like(trial.values.q, trial.unselected)
+    q[row, head] = trial.values.q[row, head]
+    rewritten = trial.run(with_values(overwrite(trial.values, ~keep, huge), q=q))
     if same_row(trial.base, rewritten, row, head):
         return []
-    message = f"row {row} head {head} changes with keys that only other rows attend"
+    message = f"row {row} head {head} changes with queries of other rows and with keys that only those attend"
     return [Finding(state="FAIL_interference", clauses=("MASK-INTERFERE", "COORD-ROW"), message=message)]
 
 

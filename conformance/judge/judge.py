@@ -12,6 +12,8 @@ from attnconform.conformance.cases.structure import Case
 from attnconform.conformance.isolation import settled
 from attnconform.conformance.judge.edited_rules import check_edited_rule
 from attnconform.conformance.judge.epilogue import check_cast
+from attnconform.conformance.judge.first_call import check_first_call_again
+from attnconform.conformance.judge.gradient_calls import check_gradient_of_lse, check_gradients_of_other_problems
 from attnconform.conformance.judge.gradients import check_gradient_edges, check_gradients
 from attnconform.conformance.judge.hygiene import check_bounds, check_inputs, check_path, check_repeat, check_written
 from attnconform.conformance.judge.interference import check_other_rows, check_unselected
@@ -23,7 +25,7 @@ from attnconform.conformance.judge.refusal import check_refusal
 from attnconform.conformance.judge.structures import STRUCTURE_CHECKS
 from attnconform.conformance.judge.trial import BackendCrash, Trial
 from attnconform.conformance.judge.values import check_values
-from attnconform.conformance.judge.verdict import CaseResult, Finding, worst_state
+from attnconform.conformance.judge.verdict import CONFORMING, CaseResult, Finding, worst_state
 from attnconform.conformance.structures import offers_any
 
 Check = Callable[[Trial], list[Finding]]
@@ -42,9 +44,18 @@ FORWARD_CHECKS: tuple[Check, ...] = (
     check_memory,
     *METAMORPHIC_CHECKS,
     *LIFECYCLE_CHECKS,
+    check_first_call_again,
 )
 # a backward case trusts the forward cases for what they cover, and checks only that its own forward is sound
-BACKWARD_CHECKS: tuple[Check, ...] = (check_path, check_values, check_gradients, check_gradient_edges)
+BACKWARD_CHECKS: tuple[Check, ...] = (
+    check_path,
+    check_values,
+    check_gradients,
+    check_gradient_edges,
+    check_gradient_of_lse,
+    check_gradients_of_other_problems,
+    check_first_call_again,
+)
 CHECKS_OF: dict[str, tuple[Check, ...]] = {
     "forward": FORWARD_CHECKS,
     "backward": BACKWARD_CHECKS,
@@ -119,6 +130,7 @@ def run_checks(trial: Trial, checks: Sequence[Check]) -> list[Finding]:
             message = f"{type(error).__name__}: {error} ({place.name}, line {place.lineno})"
             found = [Finding(state="HARNESS_ERROR", clauses=(), message=message)]
         findings += [msgspec.structs.replace(f, check=check.__name__) for f in found]
+        trial.has_failed |= any(f.state not in CONFORMING for f in found)
         if found and found[0].state in ("CRASH", "HARNESS_ERROR"):
             break
     return findings

@@ -4,7 +4,7 @@ A backend without plans (`attnconform.conformance.lifecycle`) answers the same s
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,10 +29,16 @@ from attnconform.conformance.judge.trial import (
 )
 from attnconform.conformance.judge.values import Comparison, compare_forward, worst_row_is_empty
 from attnconform.conformance.judge.variations import (
+    has_custom_mask,
+    knows_requests,
+    with_a_request_ended,
     with_another_dtype,
     with_half_the_keys,
     with_ids_mirrored,
     with_other_numbers,
+    with_request_appended,
+    with_requests,
+    with_requests_reversed,
 )
 from attnconform.conformance.judge.verdict import Finding, State
 from attnconform.conformance.lifecycle import offers_steps
@@ -155,19 +161,31 @@ def other_problems(trial: Trial) -> dict[str, Trial]:
     return found
 
 
+def other_batches(trial: Trial) -> dict[str, Trial]:
+    """Batches of as many rows: the requests in the other order, and one that has no keys any more."""
+    structure, declares = trial.case.structure, trial.backend.capabilities.declares
+    found = {}
+    if len(structure.seqlens_q) > 1 and not knows_requests(structure):
+        found["the batch in reverse"] = with_requests_reversed(trial)[0]
+    takes_no_keys = declares("empty", "first") and declares("lengths", "empty_request")
+    if structure.empty_row == "zero" and takes_no_keys and any(structure.seqlens_kv):
+        found["a request that ended"] = with_a_request_ended(trial)
+    return found
+
+
 @checks("PLAN-REPLAN")
 def check_planning_again(trial: Trial) -> list[Finding]:
-    """Long, then short, then other lists of the same lengths, then long again: each answer is the problem's own."""
+    """Long, then short, other lists of the same lengths, other batches, then long again: each answer is its own."""
     if not is_asked(trial, "PLAN-REPLAN"):
         return []
     session = Session(trial)
     handle = session.plan(trial)
     first = session.run(trial, handle)
     found = stale("PLAN-REPLAN", "planned and run", off(trial, first))
-    for what, other in other_problems(trial).items():
+    for what, other in (other_problems(trial) | other_batches(trial)).items():
         handle = session.plan_again(handle, other)
         found += of_another_problem(other, session.run(other, handle), what)
-    found += in_another_dtype(trial, session)
+    found += in_another_dtype(trial, session) + in_a_smaller_batch(trial, session) + in_a_larger_batch(trial, session)
     handle = session.plan_again(handle, trial)
     return found + stale(
         "PLAN-REPLAN",
@@ -183,6 +201,24 @@ def in_another_dtype(trial: Trial, session: Session) -> list[Finding]:
         return []
     observed = session.run(other, session.plan(other))
     return stale("PLAN-REPLAN", f"planned for {other.case.structure.dtype}", off(other, observed))
+
+
+def in_a_smaller_batch(trial: Trial, session: Session) -> list[Finding]:
+    """A finding where one request alone is not answered as itself, after a batch of none, whatever that gives."""
+    nobody = with_requests(trial, [])
+    with suppress(BackendCrash):  # no clause says what becomes of a batch without requests
+        session.run(nobody, session.plan(nobody))
+    rows = trial.case.structure.seqlens_q
+    alone = with_requests(trial, [rows.index(max(rows))])
+    return of_another_problem(alone, session.run(alone, session.plan(alone)), "one of its requests alone")
+
+
+def in_a_larger_batch(trial: Trial, session: Session) -> list[Finding]:
+    """A finding where one more request, longer than any before, is not answered: earlier calls measured nothing out."""
+    if has_custom_mask(trial.case.structure.mask_rule):  # it need not know another request
+        return []
+    larger = with_request_appended(trial)
+    return of_another_problem(larger, session.run(larger, session.plan(larger)), "one request more, and a longer one")
 
 
 def of_another_problem(other: Trial, observed: Observed, what: str) -> list[Finding]:
@@ -202,13 +238,15 @@ def check_dirty_workspace(trial: Trial) -> list[Finding]:
         return []
     session = Session(trial)
     handle = session.plan(trial)
-    first = session.run(trial, handle)
+    first, found = session.run(trial, handle), []
     for names in ("qkv", "v"):  # NaN scores may be taken for none, and then leave no NaN behind
         dirty = {name: np.full_like(getattr(trial.values, name), NAN) for name in names}
         session.run(trial, handle, values=with_values(trial.values, **dirty))
-    again = session.run(trial, handle)
-    what = "after a run of NaN"
-    return stale("PLAN-WORKSPACE", what, off_or_other_bits(trial, again, first), "FAIL_interference")
+        difference = off_or_other_bits(trial, session.run(trial, handle), first)
+        found += stale(
+            "PLAN-WORKSPACE", f"after a run of NaN in {' and '.join(names)}", difference, "FAIL_interference"
+        )
+    return found
 
 
 @checks("PLAN-INPUTS")
@@ -251,19 +289,19 @@ def poison(tensors: Tensors) -> None:
 
 @checks("PLAN-APART")
 def check_two_plans(trial: Trial) -> list[Finding]:
-    """Two plans alive at once: each runs as if it were alone."""
+    """Several plans alive at once: each runs as if it were alone."""
     if not is_asked(trial, "PLAN-APART", "plan", "run"):
         return []
     session, found = Session(trial), []
-    handle = session.plan(trial)
-    first = session.run(trial, handle)
-    for what, other in other_problems(trial).items():
-        second = session.plan(other)
+    handle, others = session.plan(trial), other_problems(trial)
+    first, alive = session.run(trial, handle), {}
+    for what, other in others.items():
+        alive[what] = session.plan(other)
         again = session.run(trial, handle)
         found += stale("PLAN-APART", f"beside a plan for {what}", off_or_other_bits(trial, again, first))
-        found += stale(
-            "PLAN-APART", f"the plan for {what}, after the first one", off(other, session.run(other, second))
-        )
+    for what, second in alive.items():  # when all of them are made: the next one may have taken what is this one's
+        observed = session.run(others[what], second)
+        found += stale("PLAN-APART", f"the plan for {what}, after all others", off(others[what], observed))
     return found
 
 

@@ -1,5 +1,7 @@
 """Candidate lists, block tables, task tables and tiers that a backend makes, against the reference's, item by item."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -24,12 +26,15 @@ from attnconform.reference.formats import (
     decode_fixed_width,
     lists_to_csr,
 )
+from attnconform.reference.problem import AttentionProblem
 from attnconform.reference.steps import Steps
 from attnconform.reference.task_table import TaskTable, build_task_table, decode_task_table
 from attnconform.reference.tiers import optimal_tiers, smallest_tier, tier_cost
 
 Lists = list[list[int]]
 TARGET = 3  # entries a task
+LONG = 40  # entries of one list: past a warp, and many tasks
+TILE = 64  # entries that a kernel may look at together
 
 
 @checks(
@@ -40,7 +45,24 @@ def check_canonical(trial: Trial) -> list[Finding]:
     """The candidates of every row and head are the right positions, each once, at their slots."""
     if lacks(trial, "canonicalize"):
         return []
-    problem, steps, findings = trial.problem, Steps(), []
+    problems = [trial.problem]
+    if trial.backend.capabilities.declares("listing", "holes_and_duplicates"):
+        problems += repeated_a_tile_on(trial.problem)
+    return [finding for problem in problems for finding in _canonical_findings(trial, problem)][:MAX_LISTED]
+
+
+def repeated_a_tile_on(problem: AttentionProblem) -> Iterator[AttentionProblem]:
+    """The same sets, each list once more behind a tile of holes: what looks for duplicates in one tile finds none."""
+    lists = problem.candidates
+    if lists is None or lists.form != "set":
+        return
+    entries = [lists.entries(i).tolist() for i in range(lists.num_lists)]
+    indptr, indices = lists_to_csr([[*one, *[HOLE] * TILE, *one] for one in entries])
+    yield replace(problem, candidates=replace(lists, indptr=indptr, indices=indices))
+
+
+def _canonical_findings(trial: Trial, problem: AttentionProblem) -> list[Finding]:
+    steps, findings = Steps(), []
     got: Canonical = ask(trial, "canonicalize", problem)
     if len(got.indptr) != problem.total_q * problem.num_qo_heads + 1:
         return [wrong(f"indptr has {len(got.indptr)} entries", "GQA-LISTS")]
@@ -48,12 +70,12 @@ def check_canonical(trial: Trial) -> list[Finding]:
     for i, (where, h) in enumerate(rows):
         at = slice(int(got.indptr[i]), int(got.indptr[i + 1]))
         listed = steps.candidates(problem, where, h)
-        slots = steps.slots(problem, where, listed).values
-        found = compare_sets(got.positions[at].tolist(), listed.values.tolist())
-        if not found and sorted(got.slots[at].tolist()) != sorted(slots.tolist()):
+        slot_of = dict(zip(listed.values.tolist(), steps.slots(problem, where, listed).values.tolist(), strict=True))
+        found = compare_sets(got.positions[at].tolist(), list(slot_of))
+        if not found and dict(zip(got.positions[at].tolist(), got.slots[at].tolist(), strict=False)) != slot_of:
             found = [wrong("positions lie in other slots", "COORD-SLOT", "COORD-RENUMBER")]
         findings += [wrong(f"row {where.row}, head {h}: {f.message}", *f.clauses) for f in found]
-    return findings[:MAX_LISTED]
+    return findings
 
 
 def compare_sets(got: list[int], wanted: list[int]) -> list[Finding]:
@@ -69,8 +91,8 @@ def compare_sets(got: list[int], wanted: list[int]) -> list[Finding]:
 
 
 def drawn_lists(draw: Draw, *, holes: bool = False) -> Lists:
-    """Ragged lists: empty ones, a long one, duplicates, any order, and holes where they are wanted."""
-    lengths = [*draw.integers(4, 0, 5), 0, 9]
+    """Ragged lists: empty ones, long ones, duplicates, any order, and holes where they are wanted."""
+    lengths = [*draw.integers(4, 0, 5), 0, 9, LONG]
     lists = [draw.integers(length, 0, 20) for length in draw.shuffled(lengths)]
     if holes:
         lists = [draw.shuffled([*entries, *[HOLE] * draw.integer(0, 2)]) for entries in lists]
@@ -126,8 +148,9 @@ def _fixed_width_findings(trial: Trial, lists: Lists) -> list[Finding]:
 def _dense_findings(trial: Trial, lists: Lists) -> list[Finding]:
     if lacks(trial, "to_dense"):
         return []
-    indptr, indices = lists_to_csr(lists)
-    if np.array_equal(ask(trial, "to_dense", indptr, indices, 21), csr_to_dense(indptr, indices, 21)):
+    # far enough apart for several words of a row of bits
+    indptr, indices = lists_to_csr([[t if t == HOLE else 4 * t + 3 for t in entries] for entries in lists])
+    if np.array_equal(ask(trial, "to_dense", indptr, indices, 84), csr_to_dense(indptr, indices, 84)):
         return []
     return [wrong(f"{lists} stand as other dense rows", "FORMAT-DENSE")]
 
@@ -184,7 +207,7 @@ def check_expansion(trial: Trial) -> list[Finding]:
     for i in range(NUM_DRAWS):
         # far enough apart to lie in several blocks, and in every part of a long one
         lists = [[t if t == HOLE else 9 * t for t in entries] for entries in drawn_lists(draw, holes=bool(i % 2))]
-        block_size, q_block_size = draw.choice((1, 3, 4, 64, 65)), draw.choice((1, 2, 4))
+        block_size, q_block_size = draw.choice((1, 3, 4, 64, 65, 200)), draw.choice((1, 2, 4))
         got: BlockMembers = ask(trial, "expand_to_blocks", *lists_to_csr(lists), block_size, q_block_size)
         kept = [sorted({t for t in entries if t != HOLE}) for entries in lists]
         for first in range(0, len(lists), q_block_size):
@@ -209,8 +232,9 @@ def check_tasks(trial: Trial) -> list[Finding]:
         indptr, indices = lists_to_csr(drawn_lists(draw))
         row_ids = np.array(draw.shuffled(range(3 * len(indptr)))[: len(indptr) - 1])
         generations = np.array(draw.integers(len(row_ids), 0, 5))
-        got: TaskTable = ask(trial, "task_table", indptr, TARGET, row_ids, generations)
-        wanted = build_task_table(indptr, target=TARGET, row_ids=row_ids, generations=generations)
+        target = draw.choice((1, TARGET, 4))
+        got: TaskTable = ask(trial, "task_table", indptr, target, row_ids, generations)
+        wanted = build_task_table(indptr, target=target, row_ids=row_ids, generations=generations)
         findings += compare_tasks(got, wanted, indices)
     return findings[:MAX_LISTED]
 
@@ -253,7 +277,7 @@ def check_late_tasks(trial: Trial) -> list[Finding]:
     generations = np.array(draw.integers(6, 0, 5))
     table = build_task_table(np.arange(0, 42, 7)[: len(generations) + 1], target=TARGET, generations=generations[:5])
     now = generations.copy()
-    now[[1, 3]] += (1, 4)
+    now[[1, 3]] += (1, 2**16)  # which one and two bytes hold for the same number
     now[4] -= 1  # a number that wrapped around is as different as a later one
     table = table.take(np.array(draw.shuffled(range(len(table)))))
     got = ask(trial, "live_tasks", table, now)

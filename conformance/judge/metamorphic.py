@@ -26,6 +26,7 @@ from attnconform.conformance.judge.variations import (
     with_lists_relisted,
     with_pages_renumbered,
     with_request_appended,
+    with_requests,
     with_requests_reversed,
 )
 from attnconform.conformance.judge.verdict import Finding
@@ -135,23 +136,39 @@ def check_reversed_requests(trial: Trial) -> list[Finding]:
     return findings(differences(trial, observe(trial, other), rows), "with the batch in reverse", "COORD-ROW")
 
 
-@checks("DETERMINISM-BATCH", "COORD-ROW")
+@checks("DETERMINISM-BATCH", "COORD-ROW", "PLAN-REPLAN")
 def check_appended_request(trial: Trial) -> list[Finding]:
-    """A request that shares nothing with the others changes none of their results; no bit, where that is declared."""
+    """A request that shares nothing with the others changes none of their results; no bit, where that is declared.
+
+    It is longer than any of them, and its own result is right as well: nothing was measured out by the calls before.
+    """
     structure = trial.case.structure
     if "DETERMINISM-BATCH" not in trial.case.clauses:
         return []
     # one page more of so wide a pool is a gibibyte; and a registered rule need not know another request
     if structure.page_stride is not None or has_custom_mask(structure.mask_rule):
         return []
-    rows = np.arange(trial.problem.total_q)
-    observed = at_rows(observe(trial, with_request_appended(trial)), rows)
+    other = with_request_appended(trial)
+    seen = observe(trial, other)
+    observed = at_rows(seen, np.arange(trial.problem.total_q))
     clauses = ("DETERMINISM-BATCH", "COORD-ROW")
     found = findings(differences(trial, observed), "with one more request in the batch", *clauses)
+    found += of_the_appended(trial, other, seen)
     if found or trial.backend.capabilities.determinism != "batch_invariant" or has_same_bits(trial.base, observed):
         return found
     message = "one more request in the batch changes bits of others, and batch invariance is declared"
     return [Finding(state="FAIL_determinism", clauses=("DETERMINISM-BATCH",), message=message)]
+
+
+def of_the_appended(trial: Trial, other: Trial, seen: Observed) -> list[Finding]:
+    """A finding where the request that was added is not answered as it would be alone."""
+    if trial.problem.dropout is not None:  # what it drops depends on its number in the batch
+        return []
+    alone = with_requests(other, [other.problem.batch_size - 1])
+    own = at_rows(seen, np.arange(trial.problem.total_q, other.problem.total_q))
+    compared = compare_forward(alone, alone.values, own, alone.oracle)
+    lines = [c.message(c.worst) for c in compared if c.worst_ratio > 1]
+    return findings(lines[:1], "one more request than before, longer than any of them", "PLAN-REPLAN", "COORD-ROW")
 
 
 def has_same_bits(a: Observed, b: Observed) -> bool:

@@ -15,7 +15,7 @@ from attnconform.conformance.judge.verdict import Finding
 from attnconform.reference.coordinates import IntArray
 from attnconform.reference.plan_cache import CacheCounts, CallDescription, PlanCache
 from attnconform.reference.plan_storage import WAIT, Planned, Sizes, StorageEvent, plan_each
-from attnconform.reference.rules import Alibi, And, Causal, Document, SoftCap, Window
+from attnconform.reference.rules import Alibi, And, Causal, Document, MaskRule, Or, SoftCap, Window
 from attnconform.reference.task_table import TaskTable
 
 Relation = Literal["same", "other", "free"]
@@ -31,11 +31,17 @@ class Change:
     make: Callable[[CallDescription], CallDescription]
     plan: Relation
     mask: Relation
+    rule: MaskRule | None = None  # of the call that is changed; None: its own
 
 
 def setting(what: str, plan: Relation, mask: Relation, **fields_of_call: Any) -> Change:
     """A change of some fields to fixed values, which no drawn call has."""
     return Change(what, lambda call: replace(call, **fields_of_call), plan, mask)
+
+
+def setting_rule(what: str, plan: Relation, mask: Relation, rule: MaskRule, other: MaskRule) -> Change:
+    """A change of one mask rule to another."""
+    return Change(what, lambda call: replace(call, mask_rule=other), plan, mask, rule)
 
 
 def with_document_at(start: int) -> And:
@@ -46,6 +52,11 @@ def with_slopes(call: CallDescription, slope: float) -> Alibi:
     return Alibi((slope,) * call.num_qo_heads)
 
 
+def with_feature(feature: str) -> Callable[[CallDescription], CallDescription]:
+    return lambda call: replace(call, features=call.features | {feature})
+
+
+CAUSAL_WINDOW = And((Causal(), Window(left=9)))
 CHANGES: tuple[Change, ...] = (
     Change("the same call, written anew", deepcopy, "same", "same"),
     setting("another architecture", "other", "free", architecture="sm_100"),
@@ -60,6 +71,8 @@ CHANGES: tuple[Change, ...] = (
     setting("another query block size", "other", "other", q_block_size=32),
     setting("another KV block size", "other", "other", kv_block_size=48),
     setting("a cache of codes", "other", "free", features=frozenset({"k int8 token"})),
+    Change("codes of V", with_feature("v float8_e4m3 page"), "other", "free"),
+    Change("raw keys to be turned", with_feature("rope raw"), "other", "free"),
     setting("another tier", "other", "free", tier=4096),
     setting("one more mask rule", "other", "other", mask_rule=And((with_document_at(5), Window(left=9)))),
     setting("a document that begins elsewhere", "same", "other", mask_rule=with_document_at(3)),
@@ -74,11 +87,15 @@ CHANGES: tuple[Change, ...] = (
     ),
     setting("an edited tensor of a score rule", "same", "same", score_version=1),
     setting("other lengths inside the tier", "same", "other", seqlens_kv=(17, 21)),
+    setting("lengths in another order", "same", "other", seqlens_kv=(20, 16)),
     setting("other query lengths", "same", "other", seqlens_q=(2, 2)),
     setting("other query offsets", "same", "other", q_offset=(2, 3)),
     setting("one mask for every request", "free", "other", is_one_mask_for_requests=True),
     setting("a mask for each head", "free", "other", is_one_mask_for_heads=False),
     setting("other candidates inside the tier", "same", "free", candidates_version=1),
+    setting_rule("a window of another width", "same", "other", CAUSAL_WINDOW, And((Causal(), Window(left=3)))),
+    setting_rule("a limit on the right", "other", "other", CAUSAL_WINDOW, And((Causal(), Window(left=9, right=0)))),
+    setting_rule("a union of the same rules", "other", "other", CAUSAL_WINDOW, Or((Causal(), Window(left=9)))),
 )
 
 
@@ -115,10 +132,10 @@ def check_keys(trial: Trial) -> list[Finding]:
     for method in ("plan_key", "mask_key"):
         if lacks(trial, method):
             continue
-        first = ask(trial, method, call)
         for change in CHANGES:
             relation = change.plan if method == "plan_key" else change.mask
-            is_same = bool(ask(trial, method, change.make(call)) == first)
+            first = call if change.rule is None else replace(call, mask_rule=change.rule)
+            is_same = bool(ask(trial, method, change.make(first)) == ask(trial, method, first))
             if relation != "free" and is_same != (relation == "same"):
                 message = f"{method} is {'the same' if is_same else 'another'} for {change.what}"
                 findings.append(wrong(message, key_clause(method, relation)))
@@ -151,7 +168,7 @@ def check_counts(trial: Trial) -> list[Finding]:
 
 @checks("PLAN-CAPACITY")
 def check_capacities(trial: Trial) -> list[Finding]:
-    """Exactly the capacity fits; one more of anything is refused."""
+    """Exactly the capacity fits; one more of anything is refused, and bytes that 32 bits would wrap."""
     if lacks(trial, "check_capacity"):
         return []
     names, draw = [field.name for field in fields(Sizes)], Draw(trial.case.seed)
@@ -161,6 +178,10 @@ def check_capacities(trial: Trial) -> list[Finding]:
     for name in names:
         need = replace(capacity, **{name: getattr(capacity, name) + 1})
         what = f"{name} one above the capacity"
+        findings += check_refuses(trial, "PLAN-CAPACITY", what, "check_capacity", need, capacity)
+    for num_bytes in (2**31, 2**32 + 1):
+        need = replace(capacity, workspace_bytes=num_bytes)
+        what = f"{num_bytes} bytes of workspace"
         findings += check_refuses(trial, "PLAN-CAPACITY", what, "check_capacity", need, capacity)
     return findings
 

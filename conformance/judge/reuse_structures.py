@@ -132,10 +132,12 @@ def check_physical(trial: Trial) -> list[Finding]:
     if lacks(trial, "to_physical"):
         return []
     draw, findings = Draw(trial.case.seed), []
-    for _ in range(NUM_DRAWS):
+    for i in range(NUM_DRAWS):
         extent = drawn_extent(draw)
         rule, page_size = drawn_rule(draw, extent.seqlen_kv), draw.choice((1, 2, 3, 4, 8))
-        table = np.array(draw.shuffled(range(40))[: -(-extent.seqlen_kv // page_size)])
+        num_pages = -(-extent.seqlen_kv // page_size)
+        # anywhere in the pool, or side by side in another order, where a run of pages is easily taken for one in order
+        table = np.array(draw.shuffled(range(40))[:num_pages] if i % 2 else draw.shuffled(range(9, 9 + num_pages)))
         blocks, kept = (rule_block_mask(rule, extent) for _ in range(2))
         got = ask(trial, "to_physical", blocks, table, page_size, 40)
         wanted = to_physical(kept, table, page_size=page_size, num_pages=40)

@@ -1,6 +1,7 @@
 """Tensors of a case in the layout it asks for, with outputs that start poisoned between guard bands."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,18 +17,23 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 CODE_DTYPES = {"int8": torch.int8, "float8_e4m3": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 NO_NUMBER_CODE = 113  # stands for NaN and for huge numbers where a format has neither
 GUARD_ELEMENTS = 256
+BETWEEN = "between rows of"
 # what each guard band holds, exact in every storage dtype: a band that is copied onto another one shows as well
-GUARD_VALUES = {("out", "before"): 7.25, ("out", "past"): 7.5, ("lse", "before"): 6.75, ("lse", "past"): 6.5}
-SPARE_DIM = 8  # elements between neighbouring rows of an interleaved pool
+GUARD_VALUES = {
+    ("out", "before"): 7.25, ("out", "past"): 7.5, ("out", BETWEEN): 7.75,
+    ("lse", "before"): 6.75, ("lse", "past"): 6.5, ("lse", BETWEEN): 6.25,
+}  # fmt: skip
+SPARE_DIM = 8  # elements between neighbouring rows of an interleaved pool, and of an output with strides
+SPARE_ROWS = 3  # elements between neighbouring heads of an lse whose rows lie side by side
 
 
 @dataclass(frozen=True)
 class Guarded:
-    """An output tensor in the middle of a larger buffer."""
+    """An output tensor in the middle of a larger buffer, whose rows may lie apart."""
 
     name: str  # out or lse
     buffer: torch.Tensor  # (GUARD_ELEMENTS + n + GUARD_ELEMENTS,)
-    view: torch.Tensor
+    view: torch.Tensor  # from element GUARD_ELEMENTS on; n elements or fewer
 
     @property
     def overruns(self) -> tuple[str, ...]:
@@ -38,7 +44,16 @@ class Guarded:
     def overrun(self) -> dict[str, torch.Tensor]:
         """Whether each band was written to, on the device."""
         bands = {"before": self.buffer[:GUARD_ELEMENTS], "past": self.buffer[-GUARD_ELEMENTS:]}
+        if self.view.numel() < self.buffer.numel() - 2 * GUARD_ELEMENTS:
+            bands[BETWEEN] = self.without_output
         return {f"{side} {self.name}": (x != GUARD_VALUES[self.name, side]).any() for side, x in bands.items()}
+
+    @property
+    def without_output(self) -> torch.Tensor:
+        """(n,) What lies between the outer bands, with the gaps' mark wherever the output lies."""
+        held = self.buffer[GUARD_ELEMENTS:-GUARD_ELEMENTS].clone()
+        held.as_strided(self.view.shape, self.view.stride()).fill_(GUARD_VALUES[self.name, BETWEEN])
+        return held
 
 
 def true_ones(flags: dict[str, torch.Tensor]) -> tuple[str, ...]:
@@ -48,12 +63,37 @@ def true_ones(flags: dict[str, torch.Tensor]) -> tuple[str, ...]:
     return tuple(name for name, is_set in zip(flags, torch.stack(list(flags.values())).tolist(), strict=True) if is_set)
 
 
-def guarded(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, poison: float) -> Guarded:
-    """An output of one shape, filled with poison."""
-    size = int(torch.Size(shape).numel())
-    buffer = torch.full((size + 2 * GUARD_ELEMENTS,), GUARD_VALUES[name, "before"], dtype=dtype, device=device)
+def guarded_out(
+    shape: tuple[int, int, int],  # total_q, num_qo_heads, head_dim_vo
+    dtype: torch.dtype,
+    device: str,
+    poison: float,
+    *,
+    strided: bool,
+) -> Guarded:
+    """An out full of poison; `strided`: every vector and every row lies apart from the next one. [COORD-STRIDE]"""
+    rows, heads, dim = shape
+    if not strided:
+        return guarded("out", shape, dtype, device, poison, slice(None))
+    return guarded("out", (rows, heads + 1, dim + SPARE_DIM), dtype, device, poison, (..., slice(heads), slice(dim)))
+
+
+def guarded_lse(shape: tuple[int, int], device: str, poison: float, *, strided: bool) -> Guarded:
+    """A float32 lse full of poison; `strided`: a view of (heads, rows), whose heads lie apart. [COORD-STRIDE]"""
+    rows, heads = shape
+    if not strided:
+        return guarded("lse", shape, torch.float32, device, poison, slice(None))
+    wide = guarded("lse", (heads, rows + SPARE_ROWS), torch.float32, device, poison, (..., slice(rows)))
+    return replace(wide, view=wide.view.t())
+
+
+def guarded(name: str, wide: tuple[int, ...], dtype: torch.dtype, device: str, poison: float, part: Any) -> Guarded:
+    """An output that is a part of a wide tensor, filled with poison; the rest of it and what is around are guards."""
+    size = int(torch.Size(wide).numel())
+    buffer = torch.full((size + 2 * GUARD_ELEMENTS,), GUARD_VALUES[name, BETWEEN], dtype=dtype, device=device)
+    buffer[:GUARD_ELEMENTS] = GUARD_VALUES[name, "before"]
     buffer[-GUARD_ELEMENTS:] = GUARD_VALUES[name, "past"]
-    view = buffer[GUARD_ELEMENTS : GUARD_ELEMENTS + size].view(shape)
+    view = buffer[GUARD_ELEMENTS : GUARD_ELEMENTS + size].view(wide)[part]
     view.fill_(poison)
     return Guarded(name, buffer, view)
 
@@ -184,8 +224,9 @@ def store_inputs(
     """The tensors of one call, and the guards of its two outputs."""
     dtype = TORCH_DTYPES[structure.dtype]
     rows, heads = problem.total_q, problem.num_qo_heads
-    out = guarded("out", (rows, heads, problem.head_dim_vo), dtype, device, poison)
-    lse = guarded("lse", (rows, heads), torch.float32, device, poison)
+    strided = structure.interleaved
+    out = guarded_out((rows, heads, problem.head_dim_vo), dtype, device, poison, strided=strided)
+    lse = guarded_lse((rows, heads), device, poison, strided=strided)
     k_cache, v_cache = store_cache(k, v, structure, device)
     packed = 2 * problem.num_kv_heads if structure.interleaved else 0
     q_stored = within_storage(torch.from_numpy(q).to(dtype).to(device, non_blocking=True), spare=packed)

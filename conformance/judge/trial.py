@@ -88,6 +88,7 @@ class Trial:
         self.rewritten: set[str] = set()  # index arrays that some call changed
         self.paths: list[str] = []  # that forward calls so far have named
         self.growth: list[int] = []  # bytes that calls left behind, where memory was watched
+        self.has_failed = False  # whether some check has found a failure
 
     @cached_property
     def edges(self) -> EffectiveSets:
@@ -212,7 +213,9 @@ class Trial:
         """One backward call, after a forward call with the same numbers."""
         observed = observed or self.run(values, view=view)
         dout, to_lse = store_upstream(values.dout, self.dlse(values), self.case.structure, self.backend.device)
-        before, dout_before = snapshot(observed.tensors), dout.clone()
+        before = snapshot(observed.tensors)
+        arrives = {"dout": dout, "dlse": to_lse, "out": observed.forward.out, "lse": observed.forward.lse}
+        kept = {name: (tensor, tensor.clone()) for name, tensor in arrives.items() if tensor is not None}
         raw = self.call(self.backend.backward, view or self.view, observed.tensors, observed.forward, dout, to_lse)
         return ObservedGradients(
             dq=as_float64(raw.dq),
@@ -222,11 +225,16 @@ class Trial:
             dscore=None if raw.dscore is None else tuple(as_float64(x) for x in raw.dscore),
             mutated=(
                 *changed_inputs(observed.tensors, before),
-                *(() if same_bits(dout, dout_before) else ("dout",)),
+                *(name for name, (now, old) in kept.items() if not same_bits(now, old)),
                 *sorted(self.rewritten),
             ),
             raw=raw,
         )
+
+    @cached_property
+    def base_gradients(self) -> ObservedGradients:
+        """The first backward, of the first run."""
+        return self.run_backward(self.values, self.base)
 
     def with_seed(self, seed: int) -> Values:
         """The case's numbers under another seed."""

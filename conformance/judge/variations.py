@@ -94,8 +94,13 @@ def has_custom_mask(rule: MaskRule | None) -> bool:
 
 def with_requests_reversed(trial: Trial) -> tuple[Trial, IntArray]:
     """The batch in the other order, and for each row of the first problem its row in this one. [COORD-ROW]"""
+    order = list(range(trial.problem.batch_size))[::-1]
+    return with_requests(trial, order), np.argsort(rows_of_requests(trial.problem.qo_indptr, order))
+
+
+def with_requests(trial: Trial, order: list[int]) -> Trial:
+    """Some requests of the batch, in this order, over the same cache."""
     structure, values = trial.case.structure, trial.values
-    order = list(range(len(structure.seqlens_q)))[::-1]
     came_from = rows_of_requests(trial.problem.qo_indptr, order)
     changes: dict[str, object] = {
         name: tuple(getattr(structure, name)[n] for n in order) for name in ("seqlens_q", "seqlens_kv", "page_table")
@@ -103,15 +108,14 @@ def with_requests_reversed(trial: Trial) -> tuple[Trial, IntArray]:
     changes["q_offset"] = tuple(int(trial.problem.q_offset[n]) for n in order)
     changes["mask_rule"] = rule_of_requests(structure.mask_rule, order)
     if structure.page_owner is not None:
-        changes["page_owner"] = tuple(-1 if n == -1 else order.index(n) for n in structure.page_owner)
+        changes["page_owner"] = tuple(order.index(n) if n in order else -1 for n in structure.page_owner)
     if structure.candidates is not None:
         changes["candidates"] = lists_of_requests(trial.problem, structure.candidates, order)
-    other = variation(
+    return variation(
         trial,
         structure=msgspec.structs.replace(structure, **changes),
-        values=with_values(values, q=values.q[came_from]),
+        values=with_values(values, q=values.q[came_from], dout=values.dout[came_from], dlse=values.dlse[came_from]),
     )
-    return other, np.argsort(came_from)
 
 
 def rule_of_requests(rule: MaskRule | None, order: list[int]) -> MaskRule | None:
@@ -192,6 +196,8 @@ def values_with_request(trial: Trial, values: Values, num_slots: int) -> Values:
     return with_values(
         values,
         q=more(NEW_Q_STREAM, values.q, 1),
+        dout=more(NEW_Q_STREAM, values.dout, 1),
+        dlse=more(NEW_Q_STREAM, values.dlse, 1),
         k=more(NEW_K_STREAM, values.k, num_slots),
         v=more(NEW_V_STREAM, values.v, num_slots),
     )
@@ -270,6 +276,21 @@ def with_half_the_keys(trial: Trial) -> Trial:
         "seqlens_kv": lengths,
         "q_offset": tuple(int(start) for start in trial.problem.q_offset) if stay else None,
         "page_table": tuple(row[:count] for row, count in zip(structure.page_table, pages, strict=True)),
+    }
+    if structure.candidates is not None:
+        changes["candidates"] = lists_within(trial.problem, structure.candidates, lengths)
+    return variation(trial, structure=msgspec.structs.replace(structure, **changes))
+
+
+def with_a_request_ended(trial: Trial) -> Trial:
+    """The same query rows, and no key any more for those of the longest request: it fills up a batch. [PLAN-REPLAN]"""
+    structure = trial.case.structure
+    ended = int(np.argmax(trial.problem.seqlen_kv))
+    lengths = tuple(0 if n == ended else length for n, length in enumerate(structure.seqlens_kv))
+    changes: dict[str, object] = {
+        "seqlens_kv": lengths,
+        "q_offset": tuple(int(start) for start in trial.problem.q_offset),
+        "page_table": tuple(() if n == ended else row for n, row in enumerate(structure.page_table)),
     }
     if structure.candidates is not None:
         changes["candidates"] = lists_within(trial.problem, structure.candidates, lengths)

@@ -4,13 +4,13 @@ import pytest
 
 from attnconform.conformance.adapters.placement import causal_places, rows_of_calls
 from attnconform.conformance.cases.structure import build_problem
-from attnconform.conformance.explain.smoke import tiny_structure
+from attnconform.conformance.explain.smoke_cases import Sizes, tiny_structure
 from attnconform.conformance.views import ProblemView
 from attnconform.reference.rules import Causal
 
 
 def places(mask, *, q: int, kv: int, offset: int) -> list[int]:
-    structure = tiny_structure(dtype="float32", q=(q,), kv=(kv,), mask=mask)
+    structure = tiny_structure(sizes=Sizes(), q=(q,), kv=(kv,), mask=mask)
     problem = build_problem(structure)
     problem.q_offset[0] = offset
     return causal_places(ProblemView(problem), 0)

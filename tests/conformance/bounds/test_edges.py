@@ -19,6 +19,26 @@ def test_no_bound_is_nan_or_negative_and_prob_never_exceeds_worst(make_case, fam
         assert (values <= bounds[bound.replace("prob", "worst")]).all(), bound
 
 
+@pytest.mark.parametrize("name", sorted(NUMERICS_CLASSES))
+@pytest.mark.parametrize("scale", [0.0, -0.125])
+def test_a_scale_of_0_or_below_has_bounds_like_any_other(make_case, name, scale):
+    case = make_case("normal", keys=33)
+    scores = scale * case.block.q @ case.block.k.T
+    bounds = case.with_block(sm_scale=scale, scores=scores).bounds(NUMERICS_CLASSES[name])
+    for bound, values in bounds.items():
+        assert not np.isnan(values).any(), bound
+        assert (values >= 0).all(), bound
+    assert bounds["out_worst"][0].all()
+
+
+def test_a_scale_and_its_opposite_have_the_same_worst_case(make_case):
+    case = make_case("normal", keys=33)
+    turned = case.with_block(sm_scale=-case.block.sm_scale, q=-case.block.q)
+    for name, values in case.bounds(NUMERICS_CLASSES["bf16"]).items():
+        if name.endswith("worst"):
+            np.testing.assert_allclose(turned.bounds(NUMERICS_CLASSES["bf16"])[name], values, rtol=1e-12)
+
+
 def test_a_row_that_sees_nothing_has_bounds_of_zero(make_case):
     bounds = make_case("normal").bounds(NUMERICS_CLASSES["bf16"])
     for name in ("out", "lse", "dq"):

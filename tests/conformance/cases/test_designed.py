@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from attnconform.conformance.adapters.reference_steps import StepsBackend
+from attnconform.conformance.cases.designed import designed_cases
 from attnconform.conformance.cases.detectability import detect
-from attnconform.conformance.cases.matrix import matrix
+from attnconform.conformance.cases.matrix import SMOKE_ROW, matrix
 from attnconform.conformance.cases.structure import Case, Structure, build_problem
 from attnconform.conformance.cases.values import build_values, edge_slots, middle_rows
 from attnconform.conformance.cases.work import MAX_TILE_STEPS_L1, tile_steps
@@ -25,7 +26,7 @@ IDS_DIGEST = "cb163619458fda91f90cf9923e1afa7e510d6b315d17279c8e1c84b17e949dbe"
 
 
 def test_ids_are_frozen() -> None:
-    ids = sorted(case.id for case in matrix("L1") if ".designed-" in case.id)
+    ids = sorted(case.id for case in designed_cases(SMOKE_ROW))
     assert hashlib.sha256("\n".join(ids).encode()).hexdigest() == IDS_DIGEST
 
 

@@ -65,19 +65,19 @@ def test_a_trait_that_follows_from_another_is_told_only_where_it_says_less():
     ],
 )
 def test_wrong_edges_of_a_batch_are_placed(small_case, deviation, line):
-    case, make = small_case(q=(2, 3), kv=(20, 35), heads=(2, 1)), DEVIATIONS[deviation].build
+    case, make = small_case(q=(2, 3), kv=(20, 35), heads="2/1"), DEVIATIONS[deviation].build
     assert line in where_of(case, make, judge_case(case, make()))
 
 
 def test_edges_of_one_split_are_told_by_the_split(small_case):
     hints = Hints(num_kv_splits=3, tile_kv=16)
-    case = small_case(q=(4,), kv=(70,), heads=(2, 1), mask=Causal(), changes={"hints": hints})
+    case = small_case(q=(4,), kv=(70,), heads="2/1", mask=Causal(), changes={"hints": hints})
     make = DEVIATIONS["merges-the-first-split-twice"].build
     assert "KV split (of 3) not 2" in where_of(case, make, judge_case(case, make()))
 
 
 def test_one_kv_head_and_a_head_of_its_group_are_told(small_case):
-    trial = Trial(small_case(heads=(4, 2), kv=(9,)), DEVIATIONS["gives-zeros"].build())
+    trial = Trial(small_case(heads="4/2", kv=(9,)), DEVIATIONS["gives-zeros"].build())
     slots = [int(slot) for slot in trial.edges.of(0, 2)[1]]
     assert (
         where_edges_are_wrong(trial, [(0, h, slot) for h in (2, 3) for slot in slots])

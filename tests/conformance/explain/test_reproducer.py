@@ -107,7 +107,7 @@ PARTS = {
     "rules": {"score": (Alibi((0.5, 0.25)), SoftCap(1.5))},
     "lists": {"lists": [(5, -1, 2, 5), (-1,), (0, 8)]},
     "sinks": {"changes": {"sink_logits": (0.5, -1.0)}},
-    "groups": {"heads": (2, 1)},
+    "groups": {"heads": "2/1"},
 }
 
 

@@ -26,7 +26,7 @@ def test_most_steps_of_shrinking_give_sound_cases():
 
 
 def test_shrinking_ends_at_the_smallest_case_of_what_fails(small_case):
-    case = small_case(q=(2, 3), kv=(20, 35), heads=(4, 2), mask=Causal(), score=(Alibi((0.5, 0.25, 0.5, 0.25)),))
+    case = small_case(q=(2, 3), kv=(20, 35), heads="4/2", mask=Causal(), score=(Alibi((0.5, 0.25, 0.5, 0.25)),))
     smallest = shrink(case, lambda smaller: True).structure
     assert (smallest.seqlens_q, smallest.seqlens_kv) == ((1,), (1,))
     assert (smallest.num_qo_heads, smallest.num_kv_heads, smallest.num_pages) == (1, 1, 1)
@@ -44,7 +44,7 @@ def test_shrinking_is_bounded(small_case):
 def test_heads_take_what_is_theirs_along(small_case):
     lists = CandidateStructure(lists=((0,), (1,), (2,), (3,)), sharing="query_head")
     case = small_case(
-        heads=(4, 2),
+        heads="4/2",
         score=(Alibi((0.5, 0.25, 0.125, 0.0625)),),
         changes={"candidates": lists, "sink_logits": (0.0, 1.0, 2.0, 3.0)},
     )

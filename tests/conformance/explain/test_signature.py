@@ -16,9 +16,9 @@ from attnconform.conformance.judge.judge import judge_case
 from attnconform.conformance.judge.trial import Trial
 from attnconform.reference.rules import Causal
 
-LONG = {"q": (4,), "kv": (70,), "heads": (2, 1), "mask": Causal()}
-GROUPED = {"q": (4,), "kv": (20,), "heads": (4, 2), "operation": "backward"}
-BATCH = {"q": (2, 3), "kv": (20, 35), "heads": (2, 1)}
+LONG = {"q": (4,), "kv": (70,), "heads": "2/1", "mask": Causal()}
+GROUPED = {"q": (4,), "kv": (20,), "heads": "4/2", "operation": "backward"}
+BATCH = {"q": (2, 3), "kv": (20, 35), "heads": "2/1"}
 KINDS = [
     ("compares-tiles-for-causality", LONG, EDGES_ALONE, "index"),
     ("computes-float32-in-bf16", LONG, SMALL_EVERYWHERE, "scores"),

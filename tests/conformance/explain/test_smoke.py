@@ -10,7 +10,8 @@ import torch
 from attnconform.conformance.adapters.conventions import CONTRACT, CONVENTIONS, attend, combinations
 from attnconform.conformance.adapters.reference_steps import StepsBackend
 from attnconform.conformance.backend import Capabilities, Forward, OneOf
-from attnconform.conformance.explain.smoke import EVERYWHERE, diagnose, lines_of, tiny_cases
+from attnconform.conformance.explain.smoke import diagnose, lines_of
+from attnconform.conformance.explain.smoke_cases import EVERYWHERE, Sizes, sizes_of, tiny_cases
 from attnconform.conformance.judge.trial import Trial
 
 ODD = [(axis, value) for axis, convention in CONVENTIONS.items() for value in convention.values[1:]]
@@ -102,7 +103,7 @@ def test_a_case_that_raises_is_said_and_the_others_still_tell():
 
 
 def test_a_case_depends_on_no_axis_but_its_own():
-    for tiny in tiny_cases("float32"):
+    for tiny in tiny_cases(Sizes()):
         trial = Trial(tiny.case, StepsBackend())
         others = tuple(axis for axis in CONVENTIONS if axis not in tiny.axes)
         want = attend(CONTRACT, trial.problem, trial.values)
@@ -113,9 +114,9 @@ def test_a_case_depends_on_no_axis_but_its_own():
 
 
 def test_every_axis_is_told_by_some_case_and_every_case_by_its_axes():
-    told = {axis for tiny in tiny_cases("float32") for axis in tiny.axes}
+    told = {axis for tiny in tiny_cases(Sizes()) for axis in tiny.axes}
     assert told == set(CONVENTIONS)
-    for tiny in tiny_cases("float32"):
+    for tiny in tiny_cases(Sizes()):
         trial = Trial(tiny.case, StepsBackend())
         answers = [attend(c, trial.problem, trial.values) for c in combinations(tiny.axes[len(EVERYWHERE) :])]
         for i, (out, lse) in enumerate(answers):
@@ -129,3 +130,25 @@ def test_numbers_of_half_precision_are_told_within_their_bounds():
         following({"window": CONVENTIONS["window"].values[1]}, supported={"dtype": OneOf(("bfloat16",))})
     )
     assert diagnosis.broken == ("window",)
+
+
+SERVING = {
+    "dtype": OneOf(("bfloat16",)), "heads": OneOf(("32/8",)), "head_dim": OneOf(("576/512",)),
+    "page_size": OneOf(("64",)), "layout": OneOf(("HND",)), "sharing": OneOf(("kv_head",)),
+}  # fmt: skip
+
+
+def test_cases_have_the_sizes_of_a_declaration_and_the_usual_ones_where_they_are_declared():
+    sizes = sizes_of(Capabilities(supported=SERVING))
+    assert sizes == Sizes("bfloat16", "576/512", "64", "HND", "kv_head", "32/8", "32/8", "4/1")
+    assert sizes_of(Capabilities()) == Sizes()
+    assert sizes_of(Capabilities(supported={"heads": OneOf(("6/2", "8/1", "3/3"))})).heads == "3/3"
+
+
+@pytest.mark.parametrize("axis", [*CONVENTIONS])
+def test_a_backend_of_sizes_of_its_own_is_told_as_well(axis):
+    value = CONVENTIONS[axis].values[1]
+    small = SERVING | {"head_dim": OneOf(("32/16",)), "heads": OneOf(("8/4",))}
+    diagnosis = diagnose(following({axis: value}, supported=small))
+    assert diagnosis.fitting == ({**CONTRACT, axis: value},)
+    assert len(diagnosis.not_run) == 1  # heads of one group

@@ -14,7 +14,7 @@ from attnconform.reference.rules import Causal
 from attnconform.reference.states import PartialState
 from attnconform.reference.steps import Steps
 
-LONG = {"q": (4,), "kv": (70,), "heads": (2, 1), "mask": Causal()}
+LONG = {"q": (4,), "kv": (70,), "heads": "2/1", "mask": Causal()}
 
 
 class ScalesWhatItMerges(Steps):

@@ -18,6 +18,9 @@ from attnconform.conformance.judge.trial import Trial
 from attnconform.reference import philox
 
 CASE = next(c for c in matrix("L0") if c.structure.mask_rule is not None)
+STRIDED = next(
+    c for c in matrix("L1") if c.operation == "forward" and c.structure.interleaved and max(c.structure.seqlens_q) > 1
+)
 SPARSE = next(c for c in matrix("L0") if c.structure.candidates is not None)
 
 
@@ -45,9 +48,30 @@ def test_a_write_beside_an_output_is_named_by_output_and_side(output, offset, si
 
 
 def test_every_guard_band_has_a_mark_of_its_own():
-    assert len(set(GUARD_VALUES.values())) == len(GUARD_VALUES) == 4
+    assert len(set(GUARD_VALUES.values())) == len(GUARD_VALUES) == 6
     (finding,) = check_bounds(Trial(CASE, WritesBeside("lse", -1, GUARD_VALUES["out", "past"])))
     assert finding.message == "bytes before lse were overwritten"
+
+
+@pytest.mark.parametrize(
+    ("mistake", "clauses"),
+    [
+        ("writes-out-without-gaps", {"COORD-STRIDE"}),
+        ("writes-lse-without-gaps", {"COORD-STRIDE"}),
+        ("stores-the-padding-of-a-vector", {"SAFE-BOUNDS"}),
+    ],
+)
+def test_what_lies_between_the_rows_of_an_output_is_watched(mistake, clauses):
+    found = check_bounds(Trial(STRIDED, DEVIATIONS[mistake].build()))
+    assert {finding.clauses[0] for finding in found} == clauses
+    assert all("between rows of" in finding.message for finding in found)
+
+
+def test_a_strided_output_written_as_a_dense_one_is_told_from_one_left_unwritten():
+    (finding,) = check_written(Trial(STRIDED, DEVIATIONS["takes-a-head-of-out-for-its-head-dim"].build()))
+    assert finding.clauses == ("COORD-STRIDE", "SAFE-WRITE")
+    unwritten = check_written(Trial(STRIDED, DEVIATIONS["leaves-lse-of-odd-heads-unwritten"].build()))
+    assert [finding.clauses for finding in unwritten] == [("SAFE-WRITE",)]
 
 
 class Counts(StepsBackend):

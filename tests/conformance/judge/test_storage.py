@@ -52,6 +52,28 @@ def test_a_packed_q_has_the_numbers_of_q_and_rows_farther_apart() -> None:
     assert q.stride(0) == (problem.num_qo_heads + 2 * problem.num_kv_heads) * problem.head_dim_qk
 
 
+def outputs(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse as a forward gets them."""
+    problem = build_problem(case.structure)
+    values = build_values(case, problem)
+    tensors, guards = store_inputs(case.structure, problem, values.q, values.k, values.v, device="cpu", poison=0.0)
+    assert all(guard.overruns == () for guard in guards)
+    return tensors.out, tensors.lse
+
+
+def test_outputs_are_without_gaps_where_no_strides_are_asked_for() -> None:
+    assert all(output.is_contiguous() for output in outputs(PLAIN))
+
+
+def test_no_stride_of_an_output_follows_from_its_shape_where_strides_are_asked_for() -> None:
+    out, lse = outputs(INTERLEAVED)
+    assert out.stride(2) == 1
+    assert out.stride(1) > out.shape[2]
+    assert out.stride(0) > out.shape[1] * out.stride(1)
+    assert lse.stride(0) == 1
+    assert lse.stride(1) > lse.shape[0]
+
+
 def upstream(structure: Structure, dout: np.ndarray, dlse: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     """Both as a backward gets them."""
     got, to_lse = store_upstream(dout, dlse, structure, "cpu")

@@ -1,0 +1,109 @@
+"""Mistakes that only a later call makes: after how many, and after which. [DETERMINISM-RUN, PLAN-REPLAN]"""
+
+import numpy as np
+
+from attnconform.conformance.adapters.reference_steps import StepsBackend
+from attnconform.conformance.backend import Backward, Forward, Tensors
+from attnconform.conformance.deviations.deviation import deviates
+from attnconform.conformance.views import ProblemView
+from attnconform.reference.coordinates import FloatArray
+from attnconform.reference.steps import AttentionResult, Gradients
+
+
+class CountsCalls(StepsBackend):
+    """The reference with a count of its forwards and backwards."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device)
+        self.forwards = self.backwards = 0
+
+    def forward(self, problem: ProblemView, tensors: Tensors) -> Forward:
+        self.forwards += 1
+        return super().forward(problem, tensors)
+
+    def pack(self, problem: ProblemView, tensors: Tensors, gradients: Gradients) -> Backward:
+        self.backwards += 1
+        return super().pack(problem, tensors, gradients)
+
+
+@deviates("DETERMINISM-RUN", fault_class="C", report="no report: two workspaces take turns, cleared when they are made")
+class AddsToTheWorkspaceOfTwoCallsAgo(CountsCalls):
+    """Two workspaces take turns, and neither is cleared after use: the third call adds to what the first one left."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device)
+        self.left: list[FloatArray] = []
+
+    def store(self, tensors: Tensors, result: AttentionResult) -> None:
+        held = self.left[-2] if len(self.left) > 1 else np.zeros(())
+        fits = held.shape == result.out.shape
+        out = result.out + held if fits else result.out
+        self.left = [*self.left[-1:], out]
+        super().store(tensors, AttentionResult(out, result.lse))
+
+
+@deviates("DETERMINISM-RUN", fault_class="C", report="no report: the second of two buffers is never written")
+class GivesTheCallBeforeInEverySecondCall(CountsCalls):
+    """Results take turns in two buffers, and row 0 of the second one is filled by the call before."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device)
+        self.before: FloatArray | None = None
+
+    def store(self, tensors: Tensors, result: AttentionResult) -> None:
+        out, before = result.out.copy(), self.before
+        if self.forwards % 2 == 0 and before is not None and before.shape == out.shape:
+            out[:1] = before[:1]
+        self.before = result.out
+        super().store(tensors, AttentionResult(out, result.lse))
+
+
+@deviates("DETERMINISM-RUN", fault_class="C", report="no report: a counter of programs that only two launches reset")
+class DropsTheLastRowFromTheThirdCallOn(CountsCalls):
+    """From the third call on the last row comes out 0, its lse as it should be."""
+
+    def store(self, tensors: Tensors, result: AttentionResult) -> None:
+        out = result.out.copy()
+        if self.forwards > 2:
+            out[-1:] = 0
+        super().store(tensors, AttentionResult(out, result.lse))
+
+
+@deviates("DETERMINISM-RUN", fault_class="C", report="no report: dK accumulated in a buffer that two backwards clear")
+class DoublesDkFromTheThirdBackwardOn(CountsCalls):
+    """From the third backward on dk is counted twice."""
+
+    def pack(self, problem: ProblemView, tensors: Tensors, gradients: Gradients) -> Backward:
+        if self.backwards > 1:
+            gradients.dk[...] *= 2
+        return super().pack(problem, tensors, gradients)
+
+
+@deviates("PLAN-REPLAN", fault_class="C", report="no report: row counts of the call before, read before they are set")
+class TakesTheRowsOfTheCallBefore(CountsCalls):
+    """A call with more rows than the one before computes as many as that one had; the others come out 0."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device)
+        self.rows: int | None = None
+
+    def store(self, tensors: Tensors, result: AttentionResult) -> None:
+        out = result.out.copy()
+        if self.rows:
+            out[self.rows :] = 0
+        self.rows = len(out)
+        super().store(tensors, AttentionResult(out, result.lse))
+
+
+@deviates("PLAN-REPLAN", fault_class="E", report="no report: a grid of no programs, found again by the next call")
+class GivesNothingAfterABatchOfNone(CountsCalls):
+    """After a batch without rows the next call launches nothing either, and gives 0."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device)
+        self.had_rows = True
+
+    def store(self, tensors: Tensors, result: AttentionResult) -> None:
+        out = result.out if self.had_rows else np.zeros_like(result.out)
+        self.had_rows = len(result.out) > 0
+        super().store(tensors, AttentionResult(out, result.lse))
