@@ -68,6 +68,11 @@ class Run:
     def results(self) -> list[CaseResult]:
         return [line.result for line in self.lines]
 
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether it ended before its last case; of read_run, never."""
+        return len(self.lines) < self.header.selected
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -194,3 +199,17 @@ def read_run(path: Path) -> Run:
     if len(results) != header.selected:
         raise ValueError(f"{path} has {len(results)} results, but its header announces {header.selected}")
     return Run(header, results, footer)
+
+
+def read_run_so_far(path: Path) -> Run:
+    """A run, whole or cut off: of one that was cut off, its whole lines. Raises ValueError as read_run does."""
+    try:
+        return read_run(path)
+    except ValueError:
+        cut = read_unfinished(path)
+        if cut is None or len(path.read_bytes().splitlines()) > 2 + len(cut[1]):
+            raise  # more than the line that was being written cannot be read
+        header, lines = cut
+        if not 0 < len(lines) < header.selected or header.schema_version != SCHEMA_VERSION:
+            raise
+        return Run(header, tuple(lines), Footer(counts=Counter(line.result.state for line in lines), seconds=0.0))

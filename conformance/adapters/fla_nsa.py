@@ -1,10 +1,13 @@
 """fla-core's block-selected attention of NSA; without a GPU in Triton's interpreter.
 
 A list per query and KV head of whole blocks, always causal. Groups are padded with heads of zeros to the 16 that its
-kernels need, and lists are handed over as they are: order, holes and repeated blocks included.
+kernels need. Lists keep order, holes and repeated blocks, and are filled up with -1 to a power of two, which the
+backward needs and no documentation says.
 """
 
+import importlib.metadata
 from contextlib import nullcontext
+from typing import ClassVar
 
 import torch
 from msgspec.structs import replace
@@ -13,7 +16,7 @@ from torch.nn.functional import pad
 
 from attnconform.conformance.adapters.per_request import Attended, PerRequest
 from attnconform.conformance.adapters.placement import causal_places, rows_of_calls
-from attnconform.conformance.adapters.third_party_interpreter import third_party_kernels
+from attnconform.conformance.adapters.third_party_interpreter import third_party_kernels, untuned_kernels
 from attnconform.conformance.adapters.triton_kernels import interpreting
 from attnconform.conformance.backend import Backward, Capabilities, Forward, OneOf, Tensors, Unavailable
 from attnconform.conformance.bounds.numerics import NUMERICS_CLASSES, Numerics
@@ -35,6 +38,7 @@ class FlaNsa(PerRequest):
     """parallel_nsa_fwd, and ParallelNSAFunction where gradients are asked for."""
 
     name = "fla-nsa"
+    fills_lists: ClassVar[bool] = True
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__(device)
@@ -63,8 +67,14 @@ class FlaNsa(PerRequest):
         )
 
     def attend(self, problem: ProblemView, request: int, q: Tensor, k: Tensor, v: Tensor) -> Attended:
-        places = causal_places(problem, request)
         lists, size = listed_blocks(problem, request)
+        if self.fills_lists:
+            lists = filled_up(lists)
+        places = causal_places(problem, request)
+        # a row before the first key stands at it, and lists nothing
+        lists = lists.masked_fill(torch.tensor(places, device=lists.device)[:, None, None] < 0, -1)
+        places = [max(place, 0) for place in places]
+        k, v = (pad(x, (0, 0, 0, max(1 - x.shape[1], 0))) for x in (k, v))
         parts = [
             self.attend_rows(q[:, rows], k, v, lists[rows], size, places[rows.stop - 1] + 1, problem.spec.sm_scale)
             for rows in rows_of_calls(places)
@@ -104,6 +114,39 @@ class FlaNsa(PerRequest):
         import fla
 
         return super().versions() | {"fla-core": fla.__version__}
+
+
+class FlaNsaAnyWidth(FlaNsa):
+    """The same with lists as long as the longest, whatever number that is. [SAFE-PATH]"""
+
+    name = "fla-nsa-any-width"
+    fills_lists = False
+
+
+class FlaNsaPlainInterpreter(FlaNsa):
+    """The same in bfloat16, in Triton's interpreter as it is: what it makes of that dtype. [BOUND-OUT]"""
+
+    name = "fla-nsa-plain-interpreter"
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device)
+        if not interpreting(device):
+            raise Unavailable(f"{self.name} is of Triton's interpreter, but device is {device!r}")
+        self.kernels = untuned_kernels
+        self.capabilities = replace(
+            self.capabilities,
+            supported={**self.capabilities.supported, "dtype": OneOf(("bfloat16",))},
+            numerics={"bfloat16": numerics_of("bfloat16", interpreted=True)},
+        )
+
+    def versions(self) -> dict[str, str]:
+        return super().versions() | {"triton": importlib.metadata.version("triton")}
+
+
+def filled_up(lists: Tensor) -> Tensor:
+    """(seqlen_q, num_kv_heads, width) lists with -1 behind them, up to a power of two."""
+    width = lists.shape[-1]
+    return pad(lists, (0, (1 << max(width - 1, 0).bit_length()) - width), value=-1)
 
 
 def without_padding(x: Tensor, group: int) -> Tensor:

@@ -16,13 +16,13 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Part:
-    """A planned wrapper of heads that attend alike, with outputs of its own where they are not all heads."""
+    """A planned wrapper of heads that attend alike, with outputs of its own, which have no gaps."""
 
     group: HeadGroup
     wrapper: Any
     dtype: torch.dtype
-    out: Tensor | None
-    lse: Tensor | None
+    out: Tensor
+    lse: Tensor
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,6 @@ class FlashInferPaged(FlashInfer):
         """The plan of one group of heads."""
         wrapper, spec = self.wrapper(problem, group, for_graph), problem.spec
         self.fill(wrapper, problem, group, dtype)
-        if group.num_qo_heads == spec.num_qo_heads:
-            return Part(group, wrapper, dtype, None, None)
         out = torch.empty((spec.total_q, group.num_qo_heads, spec.head_dim_vo), dtype=dtype, device=self.device)
         lse = torch.empty((spec.total_q, group.num_qo_heads), dtype=torch.float32, device=self.device)
         return Part(group, wrapper, dtype, out, lse)
@@ -84,8 +82,12 @@ class FlashInferPaged(FlashInfer):
 
 
 def run_part(part: Part, tensors: Tensors, caches: tuple[Tensor, Tensor]) -> None:
-    """One call, straight into the outputs where it gives all heads; what it leaves unwritten stays poisoned."""
-    if part.out is None or part.lse is None:
+    """One call, straight into the outputs where it gives all heads and they have no gaps, which it takes for granted.
+
+    What it leaves unwritten stays poisoned.
+    """
+    is_whole = part.out.shape == tensors.out.shape
+    if is_whole and tensors.out.is_contiguous() and tensors.lse.is_contiguous():
         part.wrapper.run(tensors.q, caches, out=tensors.out, lse=tensors.lse, return_lse=True)
         return
     heads, out, lse = part.group.qo_heads, part.out.fill_(NAN), part.lse.fill_(NAN)

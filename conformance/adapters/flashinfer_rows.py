@@ -16,11 +16,15 @@ from attnconform.reference.problem import QueryRow
 
 @dataclass(frozen=True)
 class PageLists:
-    """CSR of physical pages; all of a list's pages but the last are whole."""
+    """CSR of physical pages; all of a list's pages but the last are whole.
+
+    FlashInfer documents 1 <= last_page_len <= page_size and a length of (pages - 1) * page_size + last_page_len: an
+    empty list's last page is whole, or the offsets of the masks after it are wrong.
+    """
 
     indptr: Tensor  # (num_lists + 1,) int32
     pages: Tensor  # (total,) int32
-    last_page_len: Tensor  # (num_lists,) int32, 0 of an empty list
+    last_page_len: Tensor  # (num_lists,) int32
 
     @property
     def num_lists(self) -> int:
@@ -45,7 +49,7 @@ def request_pages(problem: ProblemView) -> PageLists:
     needed = [-(-length // cache.page_size) for length in lengths]
     return page_lists(
         [
-            (row[:count], length - max(count - 1, 0) * cache.page_size)
+            (row[:count], length - (count - 1) * cache.page_size)
             for row, count, length in zip(cache.page_table, needed, lengths, strict=True)
         ],
         problem.device,
@@ -63,7 +67,7 @@ def pages_of_row(problem: ProblemView, row: QueryRow, group: HeadGroup, page_siz
     logical = sorted(keys, key=lambda page: -keys[page])
     slots = problem.slots(row.request, group.kv_heads.start).cpu().numpy()
     physical = slots[np.asarray(logical, dtype=np.int64) * page_size] // page_size
-    return physical, keys[logical[-1]] if logical else 0
+    return physical, keys[logical[-1]] if logical else page_size
 
 
 def positions_of_row(problem: ProblemView, row: QueryRow, qo_head: int) -> list[int]:

@@ -1,8 +1,9 @@
 """FlashInfer's block-sparse wrappers, one request at a time: blocks of one size with bits inside, or of any sizes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -15,7 +16,7 @@ from attnconform.conformance.adapters.flashinfer_package import (
     soft_cap,
 )
 from attnconform.conformance.adapters.per_request import Attended, PerRequest
-from attnconform.conformance.backend import Domain, OneOf
+from attnconform.conformance.backend import Domain, Forward, OneOf, Tensors
 from attnconform.conformance.views import ProblemView
 
 # Neither wrapper plans for no keys at all.
@@ -34,12 +35,17 @@ class Tiles:
 
 def tiles_of(mask: Tensor, q_block_size: int, kv_block_size: int) -> Tiles:
     """Blocks of (seqlen_q, seqlen_kv) with anything in them, in CSR."""
-    rows, keys = mask.shape
-    filled = pad(mask, (0, -keys % kv_block_size, 0, -rows % q_block_size))
-    blocks = filled.unflatten(1, (-1, kv_block_size)).unflatten(0, (-1, q_block_size)).transpose(1, 2)
+    blocks = blocks_of(mask, q_block_size, kv_block_size)
     listed = blocks.any(dim=3).any(dim=2)
     indptr = pad(listed.sum(dim=1).cumsum(dim=0), (1, 0))
     return Tiles(indptr.int(), listed.nonzero()[:, 1].int(), blocks[listed])
+
+
+def blocks_of(mask: Tensor, q_block_size: int, kv_block_size: int) -> Tensor:
+    """(seqlen_q, seqlen_kv) as (num_q_blocks, num_kv_blocks, q_block_size, kv_block_size), filled up with False."""
+    rows, keys = mask.shape
+    filled = pad(mask, (0, -keys % kv_block_size, 0, -rows % q_block_size))
+    return filled.unflatten(1, (-1, kv_block_size)).unflatten(0, (-1, q_block_size)).transpose(1, 2)
 
 
 class FlashInferBlockSparse(FlashInfer, PerRequest):
@@ -53,18 +59,20 @@ class FlashInferBlockSparse(FlashInfer, PerRequest):
         for group in head_groups(problem.spec):
             heads = group.qo_heads
             part_out, part_lse = self.attend_group(
-                problem, group, problem.masks[request][heads.start], q[heads], k[group.kv_heads], v[group.kv_heads]
+                problem, group, self.tiles(problem, request, group), q[heads], k[group.kv_heads], v[group.kv_heads]
             )
             out[heads], lse[heads] = part_out.transpose(0, 1), part_lse.transpose(0, 1)
         return Attended(out, lse, self.name)
 
+    def tiles(self, problem: ProblemView, request: int, group: HeadGroup) -> Tiles:
+        """What a group's heads attend."""
+        return tiles_of(problem.masks[request][group.qo_heads.start], *block_sizes(problem))
+
     def attend_group(
-        self, problem: ProblemView, group: HeadGroup, mask: Tensor, q: Tensor, k: Tensor, v: Tensor
+        self, problem: ProblemView, group: HeadGroup, tiles: Tiles, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
         """out (seqlen_q, heads, head_dim) and lse of heads that attend alike."""
-        lists, rows = problem.spec.candidates, q.shape[1]
-        q_block, kv_block = (Q_BLOCK, KV_BLOCK) if lists is None else (lists.q_block_size, lists.block_size)
-        tiles = tiles_of(mask, q_block, kv_block)
+        rows, (q_block, kv_block) = q.shape[1], block_sizes(problem)
         q, k, v = (filled(x, size) for x, size in ((q, q_block), (k, kv_block), (v, kv_block)))
         wrapper = self.flashinfer.BlockSparseAttentionWrapper(self.workspace, backend="fa2")
         wrapper.plan(
@@ -86,6 +94,45 @@ class FlashInferBlockSparse(FlashInfer, PerRequest):
         )
         out, lse = wrapper.run(q, k, v, return_lse=True)
         return out[:rows], lse[:rows]
+
+
+def block_sizes(problem: ProblemView) -> tuple[int, int]:
+    """Rows and keys a block has."""
+    lists = problem.spec.candidates
+    return (Q_BLOCK, KV_BLOCK) if lists is None else (lists.q_block_size, lists.block_size)
+
+
+class FlashInferListedBlocks(FlashInferBlockSparse):
+    """The lists as they are, whose range the package checks itself; a rule cuts blocks by a mask of elements.
+
+    The matrix's own refusals are of float32, which the package has no kernels of: they stay undeclared.
+    """
+
+    name = "flashinfer-bsr-lists"
+    refusals = (ValueError,)
+    supported: ClassVar[dict[str, Domain]] = WITH_KEYS | {
+        "granularity": OneOf(("block",)),
+        "listing": OneOf(("sorted", "shuffled")),  # it documents neither holes nor repeated blocks
+        "local": OneOf(("none",)),
+    }
+
+    def tiles(self, problem: ProblemView, request: int, group: HeadGroup) -> Tiles:
+        spec, lists = problem.spec, problem.spec.candidates
+        assert lists is not None
+        rows = [row for row in spec.rows() if row.request == request][:: lists.q_block_size]
+        entries = [lists.entries(spec.list_index(row, group.qo_heads.start)) for row in rows]
+        counts, indices = [len(listed) for listed in entries], problem.tensor(np.concatenate(entries))
+        # the rule's own mask: that of the problem would not be made where a list is out of range
+        rule = replace(problem, spec=replace(spec, candidates=None)).masks[request][group.qo_heads.start]
+        blocks = blocks_of(pad(rule, (0, lists.block_size)), *block_sizes(problem))
+        of_row = torch.arange(len(rows), device=rule.device).repeat_interleave(problem.tensor(np.asarray(counts)))
+        return Tiles(problem.tensor(np.cumsum([0, *counts])), indices, blocks[of_row, indices.long()])
+
+    def forward(self, problem: ProblemView, tensors: Tensors) -> Forward:
+        """Outputs are written once every request has been planned: a list of the last may be refused."""
+        apart = replace(tensors, out=tensors.out.clone(), lse=tensors.lse.clone())
+        done = super().forward(problem, apart)
+        return Forward(tensors.out.copy_(apart.out), tensors.lse.copy_(apart.lse), path=done.path)
 
 
 def filled(x: Tensor, size: int) -> Tensor:

@@ -210,6 +210,9 @@ class OrtSparse(OnnxRuntime):
         listed = problem.candidate_masks[request]
         blocks = pad(listed, (0, -listed.shape[2] % size)).unflatten(2, (-1, size)).any(dim=3)
         places = causal_places(problem, request)
+        # a row before the first key stands at it, and lists nothing
+        blocks = blocks.masked_fill(torch.tensor(places)[:, None] < 0, False)
+        places = [max(place, 0) for place in places]
         outs = [
             self.attend_rows(problem, q[:, rows], k, v, blocks[:, rows.start], places[rows.start], size)
             for rows in rows_of_calls(places, together=bool((blocks == blocks[:, :1]).all()))

@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from attnconform.conformance.adapters.attn_gym import listed
 from attnconform.conformance.adapters.fla_nsa import listed_blocks
+from attnconform.conformance.adapters.latent_keys import latent_queries_and_keys, slot_lists
 from attnconform.conformance.adapters.per_request import requests_with_rows
 from attnconform.conformance.adapters.placement import causal_places, rows_of_calls
 from attnconform.conformance.adapters.vllm_package import VllmKernels
 from attnconform.conformance.backend import Domain, Forward, OneOf, Tensors
 from attnconform.conformance.views import ProblemView
 
-LATENT, INDEX_STEP = 512, 16  # values a key has to the latent kernel; lists are filled up to a multiple of this
+INDEX_STEP = 16  # the latent kernel's lists are filled up to a multiple of it
 
 
 class VllmMiniMax(VllmKernels):
@@ -118,10 +118,7 @@ class VllmMiniMaxPrefill(VllmMiniMax):
 
 
 class VllmSparseLatent(VllmKernels):
-    """triton_bf16_mla_sparse_interface: one KV head, whose keys begin with their values.
-
-    A key is its values, filled up with zeros, and then itself; queries are 0 where the values are.
-    """
+    """triton_bf16_mla_sparse_interface, one query head at a time."""
 
     name = "vllm-mla-sparse"
     module = "vllm.v1.attention.ops.xpu_mla_sparse"
@@ -137,33 +134,20 @@ class VllmSparseLatent(VllmKernels):
 
     def forward(self, problem: ProblemView, tensors: Tensors) -> Forward:
         spec = problem.spec
-        to_latent = pad(problem.by_slot(tensors.v_cache), (0, LATENT - spec.head_dim_vo))
         position_dim = 1 << (spec.head_dim_qk - 1).bit_length()
-        more = position_dim - spec.head_dim_qk
-        kv = torch.cat([to_latent, pad(problem.by_slot(tensors.k_cache), (0, more))], dim=2)
-        q = pad(tensors.q, (LATENT, more))
+        q, keys = latent_queries_and_keys(problem, tensors, position_dim)
         for heads in (slice(h, h + 1) for h in range(spec.num_qo_heads)):
             kv_head = heads.start // spec.group_size
             with self.context():
                 out, _, lse = self.kernels.triton_bf16_mla_sparse_interface(
                     q[:, heads],
-                    kv[:, kv_head : kv_head + 1],
-                    slot_lists(problem, heads.start),
+                    keys[:, kv_head : kv_head + 1],
+                    slot_lists(problem, heads.start, INDEX_STEP),
                     spec.sm_scale,
                     block_dpe=position_dim,
                 )
             tensors.out[:, heads], tensors.lse[:, heads] = out[..., : spec.head_dim_vo], lse
         return Forward(tensors.out, tensors.lse, path="latent")
-
-
-def slot_lists(problem: ProblemView, head: int) -> Tensor:
-    """(total_q, 1, width) slots that a head's rows list, -1 for masked entries and beyond a list's end."""
-    lists = []
-    for n in requests_with_rows(problem):
-        keys, slots = listed(problem, n, head), pad(problem.slots(n), (0, 1))
-        lists += list(torch.where(keys >= 0, slots[keys], -1).int())
-    filled = pad_sequence(lists, batch_first=True, padding_value=-1)
-    return pad(filled, (0, -filled.shape[1] % INDEX_STEP), value=-1)[:, None]
 
 
 def every_block(cache: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ class KnownFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     package: str
     observation: str
     source: str  # "run", "read in the code", "read in the documentation"
+    note: str = ""  # what is known beyond that where the suite has not reported it, and why it has not
 
 
 class PackageFinding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,10 +38,27 @@ class PackageFinding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     known: str  # id of a known fault, or empty: new
 
 
+class NotRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A backend, or a package without one, that the suite should judge and did not."""
+
+    backend: str  # name of the backend, or empty where there is none
+    package: str
+    why: str
+
+
+class Withdrawn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A case that the suite has given up, which runs made before still have."""
+
+    case: str
+    why: str
+
+
 class FindingsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A findings file, decoded."""
 
     finding: tuple[PackageFinding, ...] = ()
+    not_run: tuple[NotRun, ...] = ()
+    withdrawn: tuple[Withdrawn, ...] = ()
 
 
 def known_faults() -> tuple[KnownFault, ...]:
@@ -51,6 +69,11 @@ def known_faults() -> tuple[KnownFault, ...]:
 
 def read_findings(path: Path) -> tuple[PackageFinding, ...]:
     """The findings of a file. Raises ValueError, in one line that names file and entry, where it is none."""
+    return read_findings_file(path).finding
+
+
+def read_findings_file(path: Path) -> FindingsFile:
+    """A findings file. Raises ValueError, in one line that names file and entry, where it is none."""
     try:
         decoded = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), FindingsFile)
     except OSError as error:
@@ -60,7 +83,7 @@ def read_findings(path: Path) -> tuple[PackageFinding, ...]:
     known = {fault.id for fault in known_faults()}
     for number, finding in enumerate(decoded.finding, start=1):
         check_finding(finding, f"{path}: finding {number}", known)
-    return decoded.finding
+    return decoded
 
 
 def check_finding(finding: PackageFinding, where: str, known: set[str]) -> None:

@@ -14,27 +14,32 @@ from attnconform.conformance.clauses import CLAUSES
 from attnconform.conformance.judge.verdict import NOT_RUN, CaseResult
 from attnconform.conformance.report.findings import (
     BUNDLED,
+    FindingsFile,
     KnownFault,
+    NotRun,
     PackageFinding,
+    Withdrawn,
     found_of,
     known_faults,
-    read_findings,
+    read_findings_file,
 )
 from attnconform.conformance.report.html import ClauseRow, clause_rows
-from attnconform.conformance.results import Run, Verdict, read_run, verdict_of
+from attnconform.conformance.results import Run, Verdict, read_run_so_far, verdict_of
 
 FORMATS = {".md": "results.md.j2", ".html": "results.html.j2"}
-SAME = ("schema_version", "suite_version")  # of every run on a page
+SAME = ("schema_version", "suite_version")  # of every run on a page; cases are told apart by their ids
 CONFORMS = "conforms"
+OF_THE_SUITE = "HARNESS_ERROR"  # says nothing of a backend
 
 
 @dataclass(frozen=True)
 class Column:
-    """One run on the page."""
+    """One run on the page. Neither withdrawn cases nor faults of the suite's own are counted."""
 
     label: str
     run: Run
     verdict: Verdict
+    not_judged: int  # cases that a fault of the suite's own kept from being judged
     clauses: dict[str, ClauseRow]
     blamed: Counter[str]  # clause -> cases that do not conform, with a finding that names it first
     results: dict[str, CaseResult]  # by case id, those that ran
@@ -42,6 +47,23 @@ class Column:
     @property
     def versions(self) -> str:
         return ", ".join(f"{name} {version}" for name, version in self.run.header.versions.items())
+
+    @property
+    def words(self) -> str:
+        """The verdict; a run that was cut off, or was not judged in all its cases, is never said to conform."""
+        verdict, run = self.verdict, self.run
+        parts = ["undecided" if self.is_partial and not verdict.failing else verdict.words.lower()]
+        if verdict.expected:
+            parts.append(f"{verdict.expected} expected failures")
+        if run.is_cut_off:
+            parts.append(f"cut off after {len(run.lines)} of {run.header.selected} cases")
+        if self.not_judged:
+            parts.append(f"{self.not_judged} not judged by a fault of the suite's own")
+        return ", ".join(parts)
+
+    @property
+    def is_partial(self) -> bool:
+        return self.run.is_cut_off or self.not_judged > 0
 
     @property
     def pass_rate(self) -> float | None:
@@ -68,26 +90,34 @@ class Page:
     shared: int  # cases that at least two runs ran
     findings: tuple[PackageFinding, ...]
     expected: list[tuple[KnownFault, tuple[PackageFinding, ...]]]
+    withdrawn: list[Withdrawn]  # those that some run here has
+    not_run: list[NotRun]  # those of them that no run here is of
 
     @property
     def suite(self) -> str:
         return self.columns[0].run.header.suite_version
+
+    @property
+    def is_of_several_matrices(self) -> bool:
+        """Whether runs of one level are over different cases."""
+        matrices = {(column.run.header.level, column.run.header.suite_hash) for column in self.columns}
+        return len(matrices) > len({level for level, _ in matrices})
 
 
 def results_command(paths: Iterable[Path], *, findings: Path | None, out: Path) -> int:
     """Writes the page of some runs; 0. Raises ValueError for anything that does not belong on one page."""
     if out.suffix not in FORMATS:
         raise ValueError(f"--out is {out}, but must end in {' or '.join(FORMATS)}")
-    found = read_findings(findings) if findings is not None else bundled_findings()
+    found = read_findings_file(findings) if findings is not None else bundled_findings()
     page = make_page(read_runs(result_files(paths)), found)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(render(page, FORMATS[out.suffix]), encoding="utf-8")
     return 0
 
 
-def bundled_findings() -> tuple[PackageFinding, ...]:
+def bundled_findings() -> FindingsFile:
     """The findings that come with the suite."""
-    return read_findings(BUNDLED) if BUNDLED.exists() else ()
+    return read_findings_file(BUNDLED) if BUNDLED.exists() else FindingsFile()
 
 
 def result_files(paths: Iterable[Path]) -> list[Path]:
@@ -102,31 +132,34 @@ def result_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def read_runs(files: list[Path]) -> list[Run]:
-    """The runs, by backend. Raises ValueError where they are of different suites."""
-    runs = [read_run(file) for file in files]
-    hashes: dict[str, tuple[Path, str]] = {}
+    """The runs, whole or cut off, by backend. Raises ValueError where they are of different versions of the suite.
+
+    Matrices may differ: a case's id holds a digest of its content, so what is compared are equal cases.
+    """
+    runs = [read_run_so_far(file) for file in files]
     for file, run in zip(files, runs, strict=True):
         for name in SAME:
             mine, first = getattr(run.header, name), getattr(runs[0].header, name)
             if mine != first:
                 raise ValueError(f"{file}: {name} is {mine}, but that of {files[0]} is {first}: one page, one suite")
-        other, suite = hashes.setdefault(run.header.level, (file, run.header.suite_hash))
-        if run.header.suite_hash != suite:
-            raise ValueError(f"{file}: suite_hash is {run.header.suite_hash}, but that of {other} is {suite}")
     return sorted(runs, key=lambda run: (run.header.backend, run.header.device, run.header.level, run.header.started))
 
 
-def make_page(runs: list[Run], findings: tuple[PackageFinding, ...]) -> Page:
+def make_page(runs: list[Run], found: FindingsFile) -> Page:
     """What the page says. Raises ValueError for a run that is there twice."""
-    columns = [make_column(label, run) for label, run in zip(labels(runs), runs, strict=True)]
+    withdrawn = frozenset(entry.case for entry in found.withdrawn)
+    columns = [make_column(label, run, withdrawn) for label, run in zip(labels(runs), runs, strict=True)]
+    backends = {run.header.backend for run in runs}
     used = {clause for column in columns for clause in (*column.clauses, *column.blamed)}
     return Page(
         columns=columns,
         clauses=[clause for clause in CLAUSES if clause in used],
         contested=contested(columns),
         shared=len(shared_cases(columns)),
-        findings=findings,
-        expected=[(known, found_of(known, findings)) for known in known_faults()],
+        findings=found.finding,
+        expected=[(known, found_of(known, found.finding)) for known in known_faults()],
+        withdrawn=[entry for entry in found.withdrawn if any(has_case(run, entry.case) for run in runs)],
+        not_run=[entry for entry in found.not_run if entry.backend not in backends],
     )
 
 
@@ -140,16 +173,24 @@ def labels(runs: list[Run]) -> list[str]:
     raise ValueError(f"the run {twice} is given twice")
 
 
-def make_column(label: str, run: Run) -> Column:
+def make_column(label: str, run: Run, withdrawn: frozenset[str]) -> Column:
     """One run's part of the page."""
+    lines = [line for line in run.lines if line.case.id not in withdrawn]
+    judged = tuple(line for line in lines if line.result.state != OF_THE_SUITE)
+    counted = Run(run.header, judged, run.footer)
     return Column(
         label=label,
         run=run,
-        verdict=verdict_of(run.results),
-        clauses={row.id: row for row in clause_rows(run)},
-        blamed=Counter(clause for result in run.results for clause in result.named_clauses),
-        results={result.case_id: result for result in run.results if result.state not in NOT_RUN},
+        verdict=verdict_of(counted.results),
+        not_judged=len(lines) - len(judged),
+        clauses={row.id: row for row in clause_rows(counted)},
+        blamed=Counter(clause for result in counted.results for clause in result.named_clauses),
+        results={result.case_id: result for result in counted.results if result.state not in NOT_RUN},
     )
+
+
+def has_case(run: Run, case_id: str) -> bool:
+    return any(line.case.id == case_id for line in run.lines)
 
 
 def shared_cases(columns: list[Column]) -> list[str]:

@@ -48,12 +48,16 @@ def tokens_of(cache, layout, pages, last_page_len):
 
 
 def check_lists(indptr, pages, last_page_len, page_size):
-    """Metadata are int32; a list's length follows from its pages, so an empty one must say 0."""
+    """Metadata are int32, and a list's length is (pages - 1) * page_size + last_page_len: of an empty one 0."""
     demand({x.dtype for x in (indptr, pages, last_page_len)} == {torch.int32}, "index arrays are not int32")
     demand(len(indptr) == len(last_page_len) + 1 and int(indptr[-1]) == len(pages), "indptr does not fit")
-    empty = indptr[1:] == indptr[:-1]
-    demand((last_page_len[empty] == 0).all(), "an empty list has keys on its last page")
-    demand(((last_page_len > 0) & (last_page_len <= page_size))[~empty].all(), "last_page_len is no part of a page")
+    demand(((last_page_len > 0) & (last_page_len <= page_size)).all(), "last_page_len is no part of a page")
+    demand((lengths_of(indptr, last_page_len, page_size) >= 0).all(), "an empty list has no length of 0")
+
+
+def lengths_of(indptr, last_page_len, page_size):
+    """Tokens of each list, as the package documents and as it counts a mask's bits."""
+    return (indptr[1:] - indptr[:-1] - 1) * page_size + last_page_len
 
 
 class Paged:
@@ -222,8 +226,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Paged):
     ):
         check_lists(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size)
         demand(qo_indptr.dtype == torch.int32, "index arrays are not int32")
-        lengths = (paged_kv_indptr.diff() - 1).clamp(min=0) * page_size + paged_kv_last_page_len
-        bits = qo_indptr.diff() * lengths
+        bits = qo_indptr.diff() * lengths_of(paged_kv_indptr, paged_kv_last_page_len, page_size)
         demand(custom_mask.dtype == torch.bool and len(custom_mask) == int(bits.sum()), "a mask of other lengths")
         parts = custom_mask.split(bits.tolist())
         packed = [pack(part) for part in parts]
@@ -313,7 +316,9 @@ class BlockSparseAttentionWrapper:
     ):
         demand(indptr.dtype == indices.dtype == torch.int32, "index arrays are not int32")
         demand(N % C == 0 and len(indptr) - 1 == -(-M // R), "blocks do not fit")
-        demand(indices.numel() and int(indices.max()) < N // C, "a block past the end")  # its own max() fails on none
+        demand(indices.numel(), "no block at all")  # its own max() fails on none
+        if int(indices.max()) >= N // C:
+            raise ValueError("indices out of bound")
         demand(mask is None or mask.shape == (len(indices), R, C), "a mask of other blocks")
         demand(mask is None or self.backend == "fa2", "FA3 has no custom mask")
         demand(q_data_type == o_data_type, "out would have another dtype")

@@ -1,5 +1,6 @@
 """fla-core's NSA in the interpreter: forward and backward conform on sets of blocks, and its faults are named."""
 
+import msgspec
 import pytest
 import torch
 
@@ -7,7 +8,7 @@ pytest.importorskip("fla")
 if torch.cuda.is_available():
     pytest.skip("Triton compiles here", allow_module_level=True)
 
-from attnconform.conformance.adapters.fla_nsa import FlaNsa
+from attnconform.conformance.adapters.fla_nsa import FlaNsa, FlaNsaAnyWidth
 from attnconform.conformance.cases.structure import CandidateStructure, Case, Structure, named
 from attnconform.conformance.judge.judge import judge_case
 from attnconform.reference.rules import Causal, MaskRule
@@ -49,6 +50,18 @@ def test_an_empty_row_is_nan_and_is_named() -> None:
 
 
 def test_backward_takes_no_lists_of_three() -> None:
-    result = judge_case(case_of((0, 1, -1), operation="backward"), FlaNsa())
+    result = judge_case(case_of((0, 1, -1), operation="backward"), FlaNsaAnyWidth())
     assert result.state == "CRASH"
     assert "power of 2" in result.findings[0].message
+
+
+def test_lists_of_three_are_filled_up_to_four() -> None:
+    assert judge_case(case_of((0, 1, -1), operation="backward"), FlaNsa()).state == "PASS"
+
+
+def test_a_row_before_the_first_key_sees_nothing_and_the_rows_after_it_do() -> None:
+    case = case_of((0, 1), (0, 1), operation="backward", mask=Causal())
+    early = msgspec.structs.replace(case, structure=msgspec.structs.replace(case.structure, q_offset=(-1,)))
+    states = {(f.state, f.message.partition(" is ")[0]) for f in judge_case(early, FlaNsa()).findings}
+    assert not any(state == "CRASH" for state, _ in states)
+    assert {message[:6] for _, message in states if message.startswith("out[")} == {"out[0,"}

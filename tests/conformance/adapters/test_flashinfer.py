@@ -54,7 +54,7 @@ def backend_of(name):
 
 
 def test_every_wrapper_has_its_adapter():
-    assert len(NAMES) == 7
+    assert len(NAMES) == 8
 
 
 def judged(name, **axes):
@@ -84,7 +84,8 @@ def test_what_an_adapter_declares_conforms(stand_in, name, axes):
     assert is_declared or result.state == "UNSUPPORTED"
 
 
-@pytest.mark.parametrize("name", NAMES)
+# flashinfer-bsr-lists is there for lists out of range; elsewhere it declares only rows that no level has
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "flashinfer-bsr-lists"])
 def test_every_adapter_declares_cases_of_the_levels(stand_in, name):
     backend = backend_of(name)
     declared = [case for case in matrix("L3") if case.operation == "forward" and undeclared(case, backend) is None]
@@ -131,6 +132,21 @@ def test_an_lse_of_minus_fifty_thousand_for_an_empty_row_is_reported(stand_in, m
     result, _ = judged("flashinfer-decode", **PLAIN, empty="first")
     assert result.state == "FAIL_value"
     assert any("EMPTY-LSE" in finding.clauses for finding in result.findings)
+
+
+def clipped(plan, wrapper, indptr, indices, rows, keys, *arguments, **options):
+    """What 0.6.13 does: an index equal to the number of blocks passes its test, and is read."""
+    return plan(wrapper, indptr, indices.clamp(max=keys // arguments[1] - 1), rows, keys, *arguments, **options)
+
+
+@pytest.mark.parametrize(("is_checked", "state"), [(True, "REFUSED_OK"), (False, "NOT_REFUSED")])
+def test_a_block_index_equal_to_their_number_has_to_be_refused(stand_in, monkeypatch, is_checked, state):
+    wrapper = stand_in.BlockSparseAttentionWrapper
+    if not is_checked:
+        monkeypatch.setattr(wrapper, "plan", partialmethod(partial(clipped, wrapper.plan)))
+    case = next(c for c in matrix("L1") if "block-past-the-end" in c.id)
+    case = msgspec.structs.replace(case, axes={}, structure=msgspec.structs.replace(case.structure, dtype="float16"))
+    assert judge_case(case, backend_of("flashinfer-bsr-lists")).state == state
 
 
 def test_tiles_and_runs_give_the_mask_back():

@@ -16,6 +16,8 @@ NEEDED = {
     "ort-gqa": ("onnxruntime", "onnx"),
     "ort-sparse": ("onnx", "onnx"),
     "fla-nsa": ("fla", "fla"),
+    "fla-nsa-any-width": ("fla", "fla"),
+    "fla-nsa-plain-interpreter": ("fla", "fla"),
     "attn-gym": ("attn_gym", "attn-gym"),
     "attn-gym-repeats": ("attn_gym", "attn-gym"),
     "flashinfer-merge": ("flashinfer", "flashinfer"),
@@ -23,6 +25,9 @@ NEEDED = {
     "jax-xla": ("jax", "jax"),
     "jax-paged": ("jax", "jax"),
     "jax-splash": ("jax", "jax"),
+    "fa3-tokens": ("flash_attn_interface", "fa3"),
+    "fa3-pages": ("flash_attn_interface", "fa3"),
+    "flash-mla-sparse": ("flash_mla", "flash-mla"),
 }
 
 

@@ -1,5 +1,6 @@
 """ONNX Runtime's operators under judgement: what conforms, and the faults that the judge names."""
 
+import msgspec
 import pytest
 
 pytest.importorskip("onnxruntime")
@@ -10,6 +11,7 @@ from attnconform.conformance.backend import Backend, Unavailable
 from attnconform.conformance.cases.matrix import SMOKE_ROW, matrix_case
 from attnconform.conformance.cases.structure import Case
 from attnconform.conformance.judge.judge import judge_case
+from attnconform.conformance.judge.values import check_values
 
 BLOCKS = {"granularity": "block", "sharing": "query_head", "phase": "chunk"}
 OPERATORS = ("ort-attention", "ort-gqa", "ort-sparse")
@@ -65,6 +67,15 @@ def test_an_empty_row_of_the_others_is_reported(backend: Backend, granularity: s
     result = judge_case(plain_case(empty="first", phase="chunk", granularity=granularity, listing="holes"), backend)
     assert not result.is_conforming
     assert any("EMPTY-OUT" in finding.clauses and given in finding.message for finding in result.findings)
+
+
+def test_a_row_before_the_first_key_is_reported_as_empty_and_does_not_crash() -> None:
+    case = plain_case(mask="causal", phase="chunk")
+    structure = msgspec.structs.replace(case.structure, q_offset=(-1,) * len(case.structure.seqlens_q))
+    early = msgspec.structs.replace(case, structure=structure, clauses=(*case.clauses, "EMPTY-OUT"))
+    result = judge_case(early, OrtSparse(), checks=[check_values])
+    assert {finding.state for finding in result.findings} == {"FAIL_value"}
+    assert all("EMPTY-OUT" in finding.clauses and "want 0" in finding.message for finding in result.findings)
 
 
 @pytest.mark.parametrize("axes", [{"dtype": "bfloat16"}, {"score": "alibi_softcap"}, {"sink": "logits"}])

@@ -15,7 +15,7 @@ from attnconform.conformance.adapters.reference_steps import StepsBackend
 from attnconform.conformance.cases.matrix import matrix
 from attnconform.conformance.command_line import main
 from attnconform.conformance.judge.verdict import CaseResult, Finding
-from attnconform.conformance.report.findings import BUNDLED, known_faults, read_findings
+from attnconform.conformance.report.findings import BUNDLED, FindingsFile, known_faults, read_findings
 from attnconform.conformance.report.results_page import (
     CONFORMS,
     cell_class,
@@ -97,7 +97,7 @@ class Cells(HTMLParser):
 
 
 def test_every_clause_of_every_run_is_counted():
-    page = make_page([run_of("a"), run_of("b", {0: "FAIL_value", 1: "UNSUPPORTED"})], ())
+    page = make_page([run_of("a"), run_of("b", {0: "FAIL_value", 1: "UNSUPPORTED"})], FindingsFile())
     clause = CASES[0].clauses[0]
     with_clause = [i for i, case in enumerate(CASES) if clause in case.clauses]
     row = page.columns[1].clauses[clause]
@@ -107,7 +107,7 @@ def test_every_clause_of_every_run_is_counted():
 
 
 def test_a_case_counts_against_its_clauses_and_blames_one():
-    page = make_page([run_of("a", {0: "FAIL_value"})], ())
+    page = make_page([run_of("a", {0: "FAIL_value"})], FindingsFile())
     column, bystander = page.columns[0], CASES[0].clauses[0]
     assert bystander != "SET-HOLE"
     assert column.blamed == {"SET-HOLE": 1}
@@ -141,7 +141,7 @@ def test_cases_on_which_backends_differ_are_listed_and_no_others():
         run_of("b", {0: "FAIL_membership", 1: "UNSUPPORTED"}),
         run_of("c", {1: "CRASH", 3: "UNSUPPORTED"}),
     ]
-    contested = {c.case_id: c for c in make_page(runs, ()).contested}
+    contested = {c.case_id: c for c in make_page(runs, FindingsFile()).contested}
     assert contested.keys() == {CASES[0].id, CASES[1].id}
     assert contested[CASES[0].id].outcomes == {"a": "FAIL_value", "b": "FAIL_membership", "c": CONFORMS}
     assert contested[CASES[1].id].outcomes == {"a": CONFORMS, "c": "CRASH"}
@@ -149,7 +149,7 @@ def test_cases_on_which_backends_differ_are_listed_and_no_others():
 
 
 def test_a_run_alone_disagrees_with_nobody():
-    page = make_page([run_of("a", {0: "FAIL_value"})], ())
+    page = make_page([run_of("a", {0: "FAIL_value"})], FindingsFile())
     assert (page.contested, page.shared) == ([], 0)
 
 
@@ -195,10 +195,71 @@ def test_runs_of_two_suite_versions_are_refused_in_one_line(tmp_path):
     assert not (tmp_path / "page.md").exists()
 
 
-def test_runs_of_one_level_over_other_cases_are_refused(tmp_path):
+def test_runs_over_other_cases_of_a_level_stand_on_one_page_with_their_hashes(tmp_path):
     files = write(tmp_path, run_of("a"), run_of("b", suite_hash="0123456789ab"))
-    with pytest.raises(ValueError, match="suite_hash is 0123456789ab, but that of"):
-        read_runs(files)
+    page = make_page(read_runs(files), FindingsFile())
+    for name in ("page.md", "page.html"):
+        assert called(*files, "--out", tmp_path / name).exit_code == 0
+        text = (tmp_path / name).read_text()
+        assert "The matrix grew between these runs" in text
+        assert "|\nThe matrix" not in text  # or it is a row of the table
+        assert all(column.run.header.suite_hash in text for column in page.columns)
+
+
+def test_runs_of_one_matrix_need_no_word_on_it(tmp_path):
+    files = write(tmp_path, run_of("a"), run_of("b"))
+    assert called(*files, "--out", tmp_path / "page.md").exit_code == 0
+    assert "The matrix grew" not in (tmp_path / "page.md").read_text()
+
+
+def test_runs_over_other_cases_are_compared_on_equal_cases_alone(tmp_path):
+    """The first case of b is one that a was not asked for: no run but b's has it."""
+    other = run_of("b", {0: "FAIL_value", 1: "FAIL_value"}, suite_hash="0123456789ab")
+    changed = msgspec.structs.replace(CASES[0], id="L0.forward.another.01234567")
+    first = ResultLine(case=changed, result=result_of(changed, "FAIL_value"))
+    other = Run(other.header, (first, *other.lines[1:]), other.footer)
+    page = make_page([run_of("a", {2: "UNSUPPORTED"}), other], FindingsFile())
+    assert [c.case_id for c in page.contested] == [CASES[1].id]
+    assert page.shared == len(CASES) - 2
+
+
+@pytest.mark.parametrize(("states", "words"), [({}, "undecided"), ({0: "FAIL_value"}, "not conforming")])
+def test_a_run_that_was_cut_off_says_where_and_never_conforms(tmp_path, states, words):
+    (file,) = write(tmp_path, run_of("a", states))
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(lines[:4]) + lines[4][:50])
+    assert called(file, "--out", tmp_path / "page.md").exit_code == 0
+    assert f"| a | {words}, cut off after 3 of {len(CASES)} cases |" in (tmp_path / "page.md").read_text()
+
+
+def test_a_fault_of_the_suites_own_is_nobodys_failure_and_nobodys_pass():
+    page = make_page([run_of("a", {0: "HARNESS_ERROR"}), run_of("b")], FindingsFile())
+    column = page.columns[0]
+    assert (column.verdict.failing, column.verdict.ran) == (0, len(CASES) - 1)
+    assert column.words == "undecided, 1 not judged by a fault of the suite's own"
+    assert page.contested == []
+
+
+def test_a_withdrawn_case_is_named_and_not_counted(tmp_path):
+    write(tmp_path / "runs", run_of("a", {0: "FAIL_value"}))
+    findings = tmp_path / "findings.toml"
+    entries = [(CASES[0].id, "no package documents it"), ("L0.forward.other.01234567", "nobody ran it")]
+    findings.write_text("".join(f'[[withdrawn]]\ncase = "{case}"\nwhy = "{why}"\n' for case, why in entries))
+    for name in ("page.md", "page.html"):
+        page = tmp_path / name
+        assert called(tmp_path / "runs", "--findings", findings, "--out", page).exit_code == 0
+        assert "no package documents it" in page.read_text()
+        assert "nobody ran it" not in page.read_text()
+    assert f"| a | conforming | {len(CASES) - 1}/{len(CASES) - 1} |" in (tmp_path / "page.md").read_text()
+
+
+@pytest.mark.parametrize("kept", [1, 2])
+def test_a_file_that_is_no_run_is_refused(tmp_path, kept):
+    """Nothing but a header; and lines that cannot be read before others that can."""
+    (file,) = write(tmp_path, run_of("a"))
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(lines[:kept]) + (b"nonsense\n" + b"".join(lines[2:]) if kept == 2 else b""))
+    assert called(file, "--out", tmp_path / "page.md").exit_code == 2
 
 
 def test_one_run_twice_is_refused(tmp_path):
@@ -207,7 +268,7 @@ def test_one_run_twice_is_refused(tmp_path):
 
 
 def test_runs_of_one_backend_are_told_apart_by_what_differs():
-    page = make_page([run_of("a", device="cpu"), run_of("a", device="NVIDIA H200")], ())
+    page = make_page([run_of("a", device="cpu"), run_of("a", device="NVIDIA H200")], FindingsFile())
     assert [column.label for column in page.columns] == ["a, cpu", "a, NVIDIA H200"]
 
 
@@ -239,6 +300,22 @@ def test_findings_stand_beside_what_was_known(tmp_path):
     assert "| torch | the CPU's flash kernel gives an empty row the lse 0 | run | EMPTY-LSE, `L1.forward.x` |" in text
     assert "lse 0.0 \\| of an empty row" in text
     assert text.count("not yet") == len(known_faults()) - 1
+
+
+def test_what_did_not_run_is_listed_until_it_has(tmp_path):
+    files = write(tmp_path / "runs", run_of("fa3"), run_of("a"))
+    findings = tmp_path / "findings.toml"
+    findings.write_text(
+        '[[not_run]]\nbackend = "fa3"\npackage = "p3"\nwhy = "never on a GPU"\n'
+        '[[not_run]]\nbackend = ""\npackage = "tileops"\nwhy = "too large | to travel"\n'
+    )
+    for name in ("both", "one"):
+        runs = files if name == "both" else files[1:]
+        for suffix in ("md", "html"):
+            page = tmp_path / f"{name}.{suffix}"
+            assert called(*runs, "--findings", findings, "--out", page).exit_code == 0
+            assert ("never on a GPU" in page.read_text()) is (name == "one")
+    assert "| tileops | none | too large \\| to travel |" in (tmp_path / "both.md").read_text()
 
 
 @pytest.mark.parametrize(
