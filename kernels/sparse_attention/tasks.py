@@ -24,13 +24,13 @@ from attnconform.kernels.sparse_attention.candidates import (
 from attnconform.kernels.sparse_attention.rules import LoweredMask
 from attnconform.kernels.sparse_attention.tuning import (
     MAX_SPLITS,
+    MIN_TILES_PER_SPLIT,
     PROGRAMS_PER_PROCESSOR,
     SMALL_TILE_M,
     Geometry,
     TileShape,
     choose_shape,
     largest_tile_m,
-    least_tiles_of_split,
     merges_in_launch,
     runs_on_hopper,
 )
@@ -268,7 +268,7 @@ def _steps_per_task(num_steps: Tensor, shape: TileShape, geometry: Geometry) -> 
         num_programs = geometry.num_processors * PROGRAMS_PER_PROCESSOR
         # A prefill tile's partial state is large; only tiles far above the mean are worth cutting.
         slack = 4 if shape.tile_m > SMALL_TILE_M else 1
-        longest = max(least_tiles_of_split(shape), -(-int(num_steps.sum()) * slack // max(1, num_programs)))
+        longest = max(MIN_TILES_PER_SPLIT, -(-int(num_steps.sum()) * slack // max(1, num_programs)))
         num_chunks = torch.clamp((num_steps + longest - 1) // longest, max=MAX_SPLITS)
     num_chunks = torch.clamp(num_chunks, min=1)
     return torch.clamp((num_steps + num_chunks - 1) // num_chunks, min=1)
