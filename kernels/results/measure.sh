@@ -35,6 +35,13 @@ for step in $steps; do
     nsa) suite nsa 60 --peer fla ;;
     diagnose) bench diagnose 65 --diagnose --json "$out/h200-diagnose.json" ;;
     targets) suite targets 150 --no-counters ;;
+    sanitize)
+        for tool in memcheck racecheck; do
+            echo "compute-sanitizer --tool $tool tests/kernels/run_once.py"
+            PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $tool --print-limit 8 python3 tests/kernels/run_once.py \
+                --select "${SELECT:-L1.}" --seconds 170
+        done >"$out/h200-sanitizer.log" 2>&1
+        ;;
     *) echo "no step $step" >&2 && exit 2 ;;
     esac
 done
