@@ -96,6 +96,14 @@ def bias_of(problem: ProblemView, request: int) -> Tensor:
     return additive_mask(replace(problem, spec=replace(problem.spec, score_rules=rules)), request)
 
 
+def with_a_key(x: Tensor) -> Tensor:
+    """(heads, length, head_dim), ones where the length is 0: no operator takes a request without keys.
+
+    No row attends it. Ones, for an operator that counts it all the same must not be right by chance.
+    """
+    return x if x.shape[1] else pad(x, (0, 0, 1, 0), value=1.0)
+
+
 class OnnxRuntime(PerRequest):
     """What the three have in common."""
 
@@ -119,6 +127,8 @@ class OrtAttention(OnnxRuntime):
     def attend(self, problem: ProblemView, request: int, q: Tensor, k: Tensor, v: Tensor) -> Attended:
         biased = any(not isinstance(rule, SoftCap) for rule in problem.spec.score_rules)
         mask = bias_of(problem, request).to(q.dtype) if biased else problem.masks[request]
+        k, v = (with_a_key(x) for x in (k, v))
+        mask = pad(mask, (k.shape[1] - mask.shape[2], 0), value=float("-inf") if biased else False)
         attributes = {"scale": problem.spec.sm_scale, "softcap": soft_cap(problem), "is_bool": not biased}
         model = session("Attention", q.dtype, ("q", "k", "v", "attn_mask"), **attributes)
         out = call(model, q=q[None], k=k[None], v=v[None], attn_mask=mask[None])
@@ -207,7 +217,8 @@ class OrtSparse(OnnxRuntime):
     def attend(self, problem: ProblemView, request: int, q: Tensor, k: Tensor, v: Tensor) -> Attended:
         lists = problem.spec.candidates
         size = BLOCK_SIZE if lists is None else lists.block_size
-        listed = problem.candidate_masks[request]
+        k, v = (with_a_key(x) for x in (k, v))
+        listed = pad(problem.candidate_masks[request], (k.shape[1] - int(problem.spec.seqlen_kv[request]), 0))
         blocks = pad(listed, (0, -listed.shape[2] % size)).unflatten(2, (-1, size)).any(dim=3)
         places = causal_places(problem, request)
         # a row before the first key stands at it, and lists nothing

@@ -36,7 +36,7 @@ def test_a_call_that_calls_another_is_one_answer(batch):
     answers = list(check_answers(Trial(batch, ReferencePlans()), check_reversed_requests))
     assert [answer.call for answer in answers[:-1]] == ["check_reversed_requests, forward"] * 2
     runs = list(check_answers(Trial(batch, ReferencePlans()), check_dirty_workspace))
-    assert [answer.call for answer in runs[:-1]] == ["check_dirty_workspace, run"] * 4
+    assert [answer.call for answer in runs[:-1]] == ["check_dirty_workspace, run"] * 5
 
 
 def test_memory_is_told_by_the_verdict_alone(batch):
