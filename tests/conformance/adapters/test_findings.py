@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from attnconform.conformance.adapters.registry import BUNDLED, load_backend
 from attnconform.conformance.backend import Unavailable
@@ -53,6 +54,8 @@ def test_the_judge_reports_it_again_and_names_the_clause(finding: PackageFinding
     found = installed_version(finding.package)
     if found != finding.version:
         pytest.skip(f"{finding.package} {finding.version} is not here, but {found}")
+    if finding.device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
     try:
         backend = load_backend(finding.backend, finding.device)
     except Unavailable as missing:
