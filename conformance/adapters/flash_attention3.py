@@ -4,8 +4,7 @@ A page that is listed twice is visited twice, and a hole is no page: lists must 
 """
 
 import importlib.metadata
-import importlib.util
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -16,8 +15,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from attnconform.conformance.adapters.flashinfer_package import head_groups
 from attnconform.conformance.adapters.flashinfer_rows import row_pages
+from attnconform.conformance.adapters.gpu_package import load_gpu_package
 from attnconform.conformance.adapters.vllm_dense import Piece, pieces_of
-from attnconform.conformance.backend import Backend, Capabilities, Domain, Forward, OneOf, Tensors, Unavailable
+from attnconform.conformance.backend import Backend, Capabilities, Domain, Forward, OneOf, Tensors
 from attnconform.conformance.bounds.numerics import NUMERICS_CLASSES
 from attnconform.conformance.views import ProblemView
 
@@ -33,15 +33,6 @@ COMMON: dict[str, Domain] = {
 }
 
 
-def load_package(name: str, device: str) -> Any:
-    """The package. Raises Unavailable where it, or a GPU, is missing."""
-    if importlib.util.find_spec("flash_attn_interface") is None:
-        raise Unavailable(f"{name} needs the package tokenspeed-fa3: {INSTALL}")
-    if not device.startswith("cuda"):
-        raise Unavailable(f"{name} is a kernel of the GPU, but device is {device!r}")
-    return importlib.import_module("flash_attn_interface")
-
-
 class FlashAttention3(Backend):
     """flash_attn_with_kvcache; subclasses say what a sequence is to it."""
 
@@ -49,7 +40,7 @@ class FlashAttention3(Backend):
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__(device)
-        self.package = load_package(self.name, device)
+        self.package = load_gpu_package(self.name, device, "flash_attn_interface", "tokenspeed-fa3", INSTALL)
         self.capabilities = Capabilities(
             supported=COMMON | self.supported,
             numerics={

@@ -4,13 +4,12 @@ One query head at a time, so that heads may have lists of their own; it is fille
 """
 
 import importlib.metadata
-import importlib.util
-from typing import Any
 
 from torch.nn.functional import pad
 
+from attnconform.conformance.adapters.gpu_package import load_gpu_package
 from attnconform.conformance.adapters.latent_keys import latent_queries_and_keys, slot_lists
-from attnconform.conformance.backend import Backend, Capabilities, Forward, OneOf, Tensors, Unavailable
+from attnconform.conformance.backend import Backend, Capabilities, Forward, OneOf, Tensors
 from attnconform.conformance.bounds.numerics import NUMERICS_CLASSES
 from attnconform.conformance.views import ProblemView
 
@@ -20,15 +19,6 @@ HEADS = 64  # that a call needs
 LIST_STEP = 128  # a list's length is a multiple of it
 
 
-def load_package(name: str, device: str) -> Any:
-    """The package. Raises Unavailable where it, or a GPU, is missing."""
-    if importlib.util.find_spec("flash_mla") is None:
-        raise Unavailable(f"{name} needs the package sgl-flash-mla: {INSTALL}")
-    if not device.startswith("cuda"):
-        raise Unavailable(f"{name} is a kernel of the GPU, but device is {device!r}")
-    return importlib.import_module("flash_mla")
-
-
 class FlashMla(Backend):
     """flash_mla_sparse_fwd of the kernels that the package calls legacy: they alone run on SM90."""
 
@@ -36,7 +26,7 @@ class FlashMla(Backend):
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__(device)
-        self.package = load_package(self.name, device)
+        self.package = load_gpu_package(self.name, device, "flash_mla", "sgl-flash-mla", INSTALL)
         self.capabilities = Capabilities(
             supported={
                 "dtype": OneOf(("bfloat16",)),

@@ -13,6 +13,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from attnconform.conformance.adapters.gpu_package import require_gpu
 from attnconform.conformance.backend import Backend, Capabilities, Domain, OneOf, Unavailable
 from attnconform.conformance.bounds.numerics import NUMERICS_CLASSES, Numerics
 from attnconform.reference.problem import AttentionProblem
@@ -46,8 +47,7 @@ def load_flashinfer(name: str, device: str) -> Any:
         import flashinfer
     except ModuleNotFoundError as error:
         raise Unavailable(f"{name} needs the package {error.name}: {INSTALL}") from error
-    if not device.startswith("cuda"):
-        raise Unavailable(f"{name} is a kernel of the GPU, but device is {device!r}")
+    require_gpu(name, device)
     return flashinfer
 
 

@@ -10,7 +10,8 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from attnconform.conformance.adapters.flex import EXPRESSIBLE, FlexCompiled
-from attnconform.conformance.backend import Capabilities, OneOf, Unavailable
+from attnconform.conformance.adapters.gpu_package import require_gpu
+from attnconform.conformance.backend import Capabilities, OneOf
 from attnconform.conformance.views import ProblemView
 
 
@@ -40,9 +41,3 @@ class FlexDecode(FlexCompiled):
             mask_mod=by_head.mask_mod,
             seq_lengths=(seqlen_q, seqlen_kv),
         )
-
-
-def require_gpu(name: str, device: str) -> None:
-    """Raises Unavailable for a device that is no GPU."""
-    if not device.startswith("cuda"):
-        raise Unavailable(f"{name} is a kernel of the GPU, but device is {device!r}")

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from attnconform.conformance.adapters.flex import BUILDS, EXPRESSIBLE, call_flex, round_up
-from attnconform.conformance.adapters.flex_decode import require_gpu
+from attnconform.conformance.adapters.gpu_package import require_gpu
 from attnconform.conformance.adapters.per_request import requests_with_rows
 from attnconform.conformance.adapters.torch_rules import MaskMod, captured, lower_mask, lower_score
 from attnconform.conformance.backend import Backend, Capabilities, Forward, OneOf, Tensors

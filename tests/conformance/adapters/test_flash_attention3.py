@@ -56,7 +56,7 @@ def flash_attn_with_kvcache(
 @pytest.fixture
 def stand_in(monkeypatch):
     package = SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache)
-    monkeypatch.setattr(flash_attention3, "load_package", lambda name, device: package)
+    monkeypatch.setattr(flash_attention3, "load_gpu_package", lambda *_: package)
 
 
 ROW = SMOKE_ROW | {"dtype": "bfloat16", "phase": "chunk", "lengths": "tile_edge"}

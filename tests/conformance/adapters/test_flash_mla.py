@@ -44,7 +44,7 @@ def sparse_fwd(empty_lse):
 def stand_in(monkeypatch):
     def install(empty_lse=-torch.inf):
         package = SimpleNamespace(flash_mla_sparse_fwd=sparse_fwd(empty_lse))
-        monkeypatch.setattr(flash_mla, "load_package", lambda name, device: package)
+        monkeypatch.setattr(flash_mla, "load_gpu_package", lambda *_: package)
         return FlashMla("cpu")
 
     return install
