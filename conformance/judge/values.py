@@ -180,11 +180,12 @@ def value_clauses(trial: Trial, name: str, *, rounded: bool) -> tuple[str, ...]:
     """
     gradients = (*FEATURES, "GRAD", "EMPTY-GRAD", "SCORE", "GQA", "COORD-STRIDE", "BLOCK-TRANSPOSE")
     areas = ("GRAD-RULE",) if name.startswith("dscore") else VALUE_AREAS.get(name, gradients)
-    clauses = tuple(c for area in areas for c in trial.case.clauses if c == area or c.startswith(f"{area}-"))
+    of_areas = (c for area in areas for c in trial.case.clauses if c == area or c.startswith(f"{area}-"))
+    clauses = tuple(dict.fromkeys(of_areas))  # a feature's clause is of its area too
     if not rounded:
         return clauses
     of_codes = tuple(clause for clause in clauses if clause.startswith("QUANT"))
-    return (*of_codes, bound_clause(name), *clauses[len(of_codes) :])
+    return (*of_codes, bound_clause(name), *(clause for clause in clauses if clause not in of_codes))
 
 
 def bound_clause(name: str) -> str:

@@ -99,3 +99,12 @@ def test_an_output_without_a_finite_twin_is_not_right_to_any_precision():
 def test_every_output_has_a_bound_of_its_own():
     names = ("out", "lse", "dq", "dk", "dv", "dsink", "dscore0")
     assert [bound_clause(name) for name in names] == ["BOUND-OUT", "BOUND-LSE", *["BOUND-GRAD"] * 4, "BOUND-RULE"]
+
+
+def test_a_clause_that_is_of_two_areas_is_named_once():
+    case = next(c for c in cases("forward") if "SCORE-RELATIVE" in c.clauses)
+    found = check_values(Trial(case, DEVIATIONS["forgets-the-scale"].build()))
+    assert found
+    for finding in found:
+        assert len(finding.clauses) == len(set(finding.clauses))
+        assert {"SCORE-RELATIVE", "SCORE-SCALE"} <= set(finding.clauses)
