@@ -24,6 +24,7 @@ from attnconform.conformance.explain.shrink import shrink
 from attnconform.conformance.explain.signature import Signature, signature_of
 from attnconform.conformance.explain.stages import Stage, first_wrong_stage
 from attnconform.conformance.explain.telling import Untold
+from attnconform.conformance.isolation import is_spoilt
 from attnconform.conformance.judge import judge
 from attnconform.conformance.judge.trial import BackendCrash, Trial
 from attnconform.conformance.judge.verdict import CaseResult, Finding
@@ -175,6 +176,9 @@ def explain_case(console: Console, name: str, *, backend: str, device: str) -> i
         return 0
     for finding in result.findings:
         say(console, finding_text(finding))
+    if is_spoilt(result):  # whatever is called next fails likewise, and would look like a smaller failing case
+        say(console, f"the device answers no other call of this process: {case.id} is neither shrunk nor compared")
+        return 1
     cases = (*matrix("L1"), *own_cases("L1", "", subject.capabilities)) if is_own(case.id) else None
     explanation = explain(case, make, result, cases=cases)
     print_explanation(console, explanation)
