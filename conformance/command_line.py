@@ -446,7 +446,11 @@ def fixtures_write(folder: Path) -> None:
     default=("seed64k",),
     show_default=True,
 )
-@click.option("--peer", type=click.Choice(["flashinfer", "flex", "fla", "sdpa", "cudnn", "dense-mask"]), default=None)
+@click.option(
+    "--peer",
+    type=click.Choice(["flashinfer", "flex", "fla", "fla-public", "sdpa", "cudnn", "dense-mask"]),
+    default=None,
+)
 @click.option("--trace", type=click.Path(path_type=Path), default=None, help="candidate trace: its lists and lengths")
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), default=None)
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), default=None, help="writes F.png and F.html")
@@ -456,6 +460,11 @@ def fixtures_write(folder: Path) -> None:
 @click.option(
     "--limit", type=click.FloatRange(0, min_open=True), default=None, help="seconds after which no work is begun"
 )
+@click.option(
+    "-n", "--processes", type=click.IntRange(min=1), default=None,
+    help="suites targets and backward-tuning: a process for every line; so many warm up side by side, one measures",
+)  # fmt: skip
+@click.option("--line", "lines", multiple=True, help="of those suites: only lines with this in their name")
 @click.option("--no-counters", is_flag=True, help="do not start the hardware profiler where it is installed")
 @click.option("--diagnose", is_flag=True, help="take one batch apart: four runs, and what the decision tree says")
 @click.option(
@@ -470,8 +479,8 @@ def fixtures_write(folder: Path) -> None:
 @one_line_errors
 def bench(
     backend: str, suites: tuple[str, ...], peer: str | None, trace: Path | None, json_path: Path | None,
-    plot: Path | None, agrees_with: Path | None, limit: float | None, no_counters: bool, diagnose: bool,
-    subjects: tuple[str, ...],
+    plot: Path | None, agrees_with: Path | None, limit: float | None, processes: int | None,
+    lines: tuple[str, ...], no_counters: bool, diagnose: bool, subjects: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Time kernels beside a peer. Without a GPU: tiny shapes in the interpreter, whose times mean nothing."""
     from attnconform.conformance.bench.command import bench_command
@@ -491,6 +500,8 @@ def bench(
             agrees_with=agrees_with,
             with_counters=not no_counters,
             limit=limit,
+            lines=lines,
+            processes=processes,
         )
     )
 

@@ -31,9 +31,9 @@ def long_checks(work: PrefillWork, machine: Machine) -> Iterator[Check]:
     yield told("first forward, compiling or from its cache", f"{timed_first(ours.run, machine):.2f} s")
     dout = torch.randn_like(ours.out)
     yield from against_float32(ours, work)
-    yield from against_flex(ours, dout, machine)
-    yield from time_checks(ours, dout, machine)
-    yield from decode_checks(ours, machine)
+    for checks in (against_flex(ours, dout, machine), time_checks(ours, dout, machine), decode_checks(ours, machine)):
+        machine.check_time()
+        yield from checks
 
 
 def told(name: str, found: str) -> Check:
@@ -97,6 +97,7 @@ def time_checks(ours: OurPrefill, dout: torch.Tensor, machine: Machine) -> Itera
     }
     torch.cuda.reset_peak_memory_stats()
     for name, call in calls.items():
+        machine.check_time()
         taken = measure(call, machine, seconds=SECONDS)
         found = f"{taken.timing.median:.0f} us on the device, {taken.timing.host.median:.0f} us by the host"
         yield told(name, f"{found}, {taken.recompiles} recompilations")

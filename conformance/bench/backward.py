@@ -1,11 +1,11 @@
 """Suite backward: gradients of long prompts, chosen blocks and a hot page, in every mode, whole and in parts.
 
 A row is a mode of a subject; its `kernels` are its parts, each timed by itself: planning and transposition, clearing,
-dQ, dK and dV, reduction, rounding. Repeats of a mode are compared bit by bit, and the modes with each other.
+dQ, dK and dV, reduction, rounding. Repeats of a mode are compared bit by bit, and some of its gradients with float32.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from msgspec.structs import replace as replaced
@@ -26,20 +26,20 @@ DETERMINISTIC, REPEATS = "kv_centric", 20
 def backward_rows(machine: Machine, options: BenchOptions) -> Iterator[BenchRow]:
     """Every mode of every subject."""
     for make in subjects(machine):
+        machine.check_time()
         yield from subject_rows(make(), machine, options)
         machine.release()
 
 
 def subject_rows(subject: Subject, machine: Machine, options: BenchOptions) -> Iterator[BenchRow]:
-    """The deterministic mode first, which the others' gradients are compared with, and beside it the peer."""
+    """The deterministic mode first, and beside it the peer."""
     from attnconform.kernels.sparse_attention.backward_hints import MODES, BackwardHints
 
-    want: Any = None
     for mode in sorted(MODES, key=lambda mode: mode != DETERMINISTIC):
+        machine.check_time()
         ours = OurBackward(subject, BackwardHints(mode=mode))
         ours.run()
-        want = want or ours.gradients
-        error = max(relative_error(a, b.float()) for a, b in zip(ours.gradients[:3], want[:3], strict=True))
+        error = subject.want.error_of(ours.gradients)
         peer = peer_of(subject, ours, machine, options) if mode == DETERMINISTIC else None
         yield mode_row(ours, machine, options, error=error, peer=peer)
         if mode == DETERMINISTIC:
@@ -52,7 +52,7 @@ def mode_row(
     """One mode, whole and in parts."""
     subject = ours.subject
     taken = time_whole(ours, machine, options.seconds)
-    repeats = repeat_spread(ours, REPEATS if machine.is_real else 2)
+    repeats = Repeats.of(ours, REPEATS if machine.is_real else 2)
     return BenchRow(
         suite="backward",
         phase="prefill",
@@ -62,7 +62,8 @@ def mode_row(
         figures=replaced(backward_figures(ours, machine), recompiles=taken.recompiles),
         peer=peer,
         error=error,
-        path=f"{ours.path}; {repeats}",
+        equal_runs=repeats.num_equal,
+        path=f"{ours.path}; {repeats.text}",
         kernels=time_parts(ours, machine, options.seconds),
     )
 
@@ -90,17 +91,34 @@ def peer_of(subject: Subject, ours: OurBackward, machine: Machine, options: Benc
     return peers.get("backward", peers.get(""))
 
 
-def repeat_spread(ours: OurBackward, repeats: int) -> str:
-    """How far apart runs of one mode are, the worst of their gradients."""
-    ours.run()
-    first = [x.clone() for x in ours.gradients[:3]]
-    worst, is_equal = 0.0, True
-    for _ in range(repeats - 1):
+@dataclass(frozen=True)
+class Repeats:
+    """Runs of one mode on the same tensors."""
+
+    runs: int
+    worst: float  # relative difference of a gradient from the first run's
+    is_equal: bool
+
+    @classmethod
+    def of(cls, ours: OurBackward, runs: int) -> "Repeats":
         ours.run()
-        again = ours.gradients[:3]
-        is_equal &= all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
-        worst = max(worst, *(relative_error(a, b.float()) for a, b in zip(again, first, strict=True)))
-    return f"{repeats} runs bit-equal" if is_equal else f"{repeats} runs differ by {worst:.1e}"
+        first = [x.clone() for x in ours.gradients[:3]]
+        worst, is_equal = 0.0, True
+        for _ in range(runs - 1):
+            ours.run()
+            again = ours.gradients[:3]
+            is_equal &= all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+            worst = max(worst, *(relative_error(a, b.float()) for a, b in zip(again, first, strict=True)))
+        return cls(runs, worst, is_equal)
+
+    @property
+    def num_equal(self) -> int:
+        """Runs that gave the same bits; 1 where one of them differs."""
+        return self.runs if self.is_equal else 1
+
+    @property
+    def text(self) -> str:
+        return f"{self.runs} runs bit-equal" if self.is_equal else f"{self.runs} runs differ by {self.worst:.1e}"
 
 
 def backward_figures(ours: OurBackward, machine: Machine) -> Figures:

@@ -3,18 +3,19 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from attnconform.conformance.bench.backward_reference import ScoreRule, SomeGradients, some_gradients
 from attnconform.conformance.bench.block_sparse_work import TINY_BLOCKS, BlockSparseShape, block_plan, make_blocks
 from attnconform.conformance.bench.machine import Machine
 from attnconform.conformance.bench.nsa_work import make_nsa, nsa_plan
 from attnconform.conformance.bench.nsa_work import shapes as nsa_shapes
-from attnconform.conformance.bench.peers.fla_backward import fla_nsa_backward
+from attnconform.conformance.bench.peers.fla_backward import fla_nsa_backward, fla_public_backward
 from attnconform.conformance.bench.peers.flex_backward import flex_backward, flex_blocks_backward
 from attnconform.conformance.bench.peers.peer import PeerRun
 from attnconform.conformance.bench.peers.sdpa_backward import sdpa_backward
@@ -34,6 +35,7 @@ class Subject:
     edges: int  # (row, query head, key) triples
     bytes: int  # that the forward must move
     lengths: NDArray[np.int64]  # keys of every row or list
+    rule: ScoreRule
     peers: dict[str, Callable[[torch.Tensor], PeerRun]]  # from dout
 
     def __post_init__(self) -> None:
@@ -46,6 +48,11 @@ class Subject:
     def saved(self) -> tuple[torch.Tensor, ...]:
         """What a backward is given."""
         return (*self.inputs, self.out, self.lse, self.dout)
+
+    @cached_property
+    def want(self) -> SomeGradients:
+        """Some gradients in float32."""
+        return some_gradients(self.saved, self.rule)
 
 
 Make = Callable[[], Subject]
@@ -77,11 +84,24 @@ def prompt(work: Any, machine: Machine) -> Subject:
         edges=work.edges * work.num_qo_heads,
         bytes=work.bytes,
         lengths=np.asarray(work.row_lengths),
+        rule=prompt_rule(work),
         peers={
             "flex": lambda dout: flex_backward(work, inputs, dout, machine),
             "sdpa": lambda dout: sdpa_backward(work, inputs, dout, machine),
         },
     )
+
+
+def prompt_rule(work: Any) -> ScoreRule:
+    """The work's mask, its requests apart, and its score rules."""
+
+    def sees(rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        row = rows[:, None]
+        is_own = row // work.seqlen == keys // work.seqlen
+        seen: torch.Tensor = is_own & work.keeps(None, None, row % work.seqlen, keys % work.seqlen)
+        return seen[:, None]
+
+    return ScoreRule(sees, slopes=tuple(work.slopes()) if work.alibi else None, soft_cap=work.soft_cap)
 
 
 def chosen_blocks(machine: Machine) -> Subject:
@@ -94,6 +114,7 @@ def chosen_blocks(machine: Machine) -> Subject:
         edges=work.edges,
         bytes=work.bytes,
         lengths=work.row_lengths,
+        rule=ScoreRule(lambda rows, keys: work.sees(rows, keys)[:, None]),
         peers={"flex": lambda dout: flex_blocks_backward(work, dout, machine)},
     )
 
@@ -109,7 +130,11 @@ def blocks_per_token(shape: Any, machine: Machine) -> Subject:
         edges=int(lengths.sum()) * shape.group_size,
         bytes=sum(x.nbytes for x in inputs) + work.q.nbytes,
         lengths=lengths,
-        peers={"fla": lambda dout: fla_nsa_backward(work, dout, machine)},
+        rule=ScoreRule(work.sees),
+        peers={
+            "fla": lambda dout: fla_nsa_backward(work, dout, machine),
+            "fla-public": lambda dout: fla_public_backward(work, dout, machine),
+        },
     )
 
 
@@ -164,5 +189,6 @@ def hot_pages(machine: Machine, s: HotShape) -> Subject:
         edges=s.rows * s.num_qo_heads * keys,
         bytes=2 * q.nbytes + k.nbytes + v.nbytes,
         lengths=np.full(s.rows, keys, dtype=np.int64),
+        rule=ScoreRule(lambda rows, keys: (blocks[rows][..., None] == keys // s.page_size).any(1)[:, None]),
         peers={},
     )

@@ -156,6 +156,7 @@ def training_rows(machine: Machine, options: BenchOptions) -> Iterator[BenchRow]
     sparse = Levels(shape, inputs, sparse_attend(shape.work, inputs))
     dense = Levels(shape, inputs, dense_attend)
     for level, call in sparse.calls.items():
+        machine.check_time()
         ours = measure(call, machine, seconds=options.seconds).timing
         theirs = measure(dense.calls[level], machine, seconds=options.seconds).timing
         yield BenchRow(

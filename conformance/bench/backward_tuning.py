@@ -6,8 +6,10 @@ cost, and the workspace is in its figures. The curves of a report of this suite:
     python -m attnconform.conformance.bench.backward_tuning REPORT.json OUT.png
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
@@ -28,6 +30,7 @@ from attnconform.conformance.bench.nsa_work import shapes
 from attnconform.conformance.bench.options import BenchOptions
 from attnconform.conformance.bench.prefill_work import works
 from attnconform.conformance.bench.row import BenchReport, BenchRow
+from attnconform.conformance.bench.targets import Line
 
 SUITE = "backward-tuning"
 THRESHOLDS, TINY_THRESHOLDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1_024, 4_096, 1 << 20), (1, 3, 1 << 20)
@@ -66,6 +69,7 @@ def threshold_rows(subject: Subject, machine: Machine, options: BenchOptions) ->
     gathered = OurBackward(subject, BackwardHints())
     alone = time_parts(gathered, machine, options.seconds)["dq"]
     for threshold in THRESHOLDS if machine.is_real else TINY_THRESHOLDS:
+        machine.check_time()
         ours = OurBackward(subject, BackwardHints(mode="hybrid", reuse_threshold=threshold))
         row = tuned_row(ours, f"{THRESHOLD}{threshold}", machine, options)
         adding = max(0.0, sum_of(row.kernels, "dq and cold dk, dv") - alone) + sum_of(row.kernels, "round dk, dv")
@@ -74,16 +78,49 @@ def threshold_rows(subject: Subject, machine: Machine, options: BenchOptions) ->
 
 
 def shape_rows(subject: Subject, machine: Machine, options: BenchOptions) -> Iterator[BenchRow]:
-    """Tiles of either direction, the other's left as they are."""
+    """Tiles of either direction, the other's left as they are; one that does not fit here is told instead."""
+    for stage, hints in choices(machine):
+        machine.check_time()
+        try:
+            yield tuned_row(OurBackward(subject, hints), stage, machine, options)
+        except Exception as failure:  # a shape that this device has no room for says so, and the next is tried
+            options.tell(f"{subject.name}, {stage}: {type(failure).__name__}: {' '.join(str(failure).split())[:200]}")
+
+
+def choices(machine: Machine) -> Iterator[tuple[str, Any]]:
+    """Stage and hints of every tile of either direction."""
     from attnconform.kernels.sparse_attention import BackwardHints
     from attnconform.kernels.sparse_attention.backward_hints import KeyShape, QueryShape
 
     for shape in QUERY_SHAPES if machine.is_real else TINY_SHAPES:
-        hints = BackwardHints(query_shape=QueryShape(*shape))
-        yield tuned_row(OurBackward(subject, hints), f"backward dq {label(shape)}", machine, options)
+        yield f"backward dq {label(shape)}", BackwardHints(query_shape=QueryShape(*shape))
     for shape in KEY_SHAPES if machine.is_real else TINY_SHAPES:
-        hints = BackwardHints(key_shape=KeyShape(*shape))
-        yield tuned_row(OurBackward(subject, hints), f"backward dk, dv {label(shape)}", machine, options)
+        yield f"backward dk, dv {label(shape)}", BackwardHints(key_shape=KeyShape(*shape))
+
+
+def lines(machine: Machine) -> Iterator[Line]:
+    """The same in parts, for processes side by side: all thresholds, then every tile by itself."""
+    hot = HotShape() if machine.is_real else TINY_HOT
+
+    def thresholds(machine: Machine, options: BenchOptions) -> Iterator[BenchRow]:
+        yield from threshold_rows(hot_pages(machine, hot), machine, options)
+
+    yield Line(f"tuning: thresholds, {hot.name}", None, thresholds, ())
+    work, shape = works(machine)[0], shapes(machine)[0]
+    for name, make in (
+        (work.name, partial(prompt, work)),
+        (shape.name, partial(blocks_per_token, shape)),
+    ):
+        for stage, hints in choices(machine):
+            yield Line(f"tuning: {stage}, {name}", None, partial(choice_rows, make, stage, hints), ())
+
+
+def choice_rows(
+    make: Callable[[Machine], Subject], stage: str, hints: Any, machine: Machine, options: BenchOptions
+) -> Iterator[BenchRow]:
+    """One tile over one subject."""
+    machine.check_time()
+    yield tuned_row(OurBackward(make(machine), hints), stage, machine, options)
 
 
 def label(shape: tuple[int, ...]) -> str:
@@ -91,7 +128,7 @@ def label(shape: tuple[int, ...]) -> str:
 
 
 def tuned_row(ours: OurBackward, stage: str, machine: Machine, options: BenchOptions) -> BenchRow:
-    """One choice, whole and in parts; shapes that do not fit the device are an error of the row's own."""
+    """One choice, whole and in parts."""
     seconds = min(SWEPT_SECONDS, options.seconds)
     return BenchRow(
         suite=SUITE,

@@ -103,6 +103,12 @@ class BlockSparseWork:
         )  # fmt: skip
         return int(moved)
 
+    def sees(self, rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Which of these keys each of these rows reads, (rows, keys)."""
+        s = self.shape
+        seen = self.chosen[rows[:, None] // s.block_size, keys // s.block_size]
+        return seen & (keys <= s.seqlen - s.seqlen_q + rows[:, None]) if s.is_causal else seen
+
     def dense(self) -> "BlockSparseWork":
         """Every block that a row may read."""
         blocks = torch.ones_like(self.chosen)

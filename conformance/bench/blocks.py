@@ -42,11 +42,11 @@ class Block:
 
 
 def blocks(machine: Machine) -> Iterator[Block]:
-    """All blocks of a work, memory given back after each; one in the interpreter, whose times mean nothing.
+    """All blocks of a work, memory given back after each; one where times mean nothing: interpreted, or warming up.
 
     A work that is under way when the time is up ends with fewer blocks. Raises TimeUp where it had not begun.
     """
-    of = BLOCKS if machine.is_real else 1
+    of = BLOCKS if machine.is_real and not machine.is_warming else 1
     for number in range(of):
         if machine.is_time_up:
             if number == 0:

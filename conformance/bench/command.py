@@ -14,11 +14,14 @@ from rich.console import Console
 from attnconform.conformance.bench.agreement import disagreements
 from attnconform.conformance.bench.backward import backward_rows
 from attnconform.conformance.bench.backward_training import training_rows
+from attnconform.conformance.bench.backward_tuning import SUITE as TUNING
+from attnconform.conformance.bench.backward_tuning import lines as tuning_lines
 from attnconform.conformance.bench.backward_tuning import tuning_rows
 from attnconform.conformance.bench.block_mask import block_mask_rows
 from attnconform.conformance.bench.counters import Counters, collect
 from attnconform.conformance.bench.decode import decode_rows, shapes
 from attnconform.conformance.bench.index import index_rows
+from attnconform.conformance.bench.line_process import told
 from attnconform.conformance.bench.machine import (
     MEANINGLESS,
     Machine,
@@ -33,11 +36,13 @@ from attnconform.conformance.bench.options import BenchOptions
 from attnconform.conformance.bench.prefill import prefill_rows
 from attnconform.conformance.bench.prefill_work import works
 from attnconform.conformance.bench.quant import quant_rows
-from attnconform.conformance.bench.report_text import line_of, line_of_point, print_report
-from attnconform.conformance.bench.row import CHUNK, BenchReport, BenchRow, Phase, SweepPoint, Target, Weighted
+from attnconform.conformance.bench.report_text import line_of, line_of_point, line_of_run, print_report
+from attnconform.conformance.bench.row import CHUNK, BenchReport, BenchRow, LineRun, Phase, SweepPoint, Target, Weighted
 from attnconform.conformance.bench.sweep import sweep_points
-from attnconform.conformance.bench.targets import target_rows
+from attnconform.conformance.bench.targets import Line, chosen_lines, judged, missed, target_rows
+from attnconform.conformance.bench.targets import lines as target_lines
 from attnconform.conformance.bench.timing import Ceilings, measure_ceilings
+from attnconform.conformance.bench.turns import Process, Schedule, Turns
 from attnconform.conformance.bench.weighting import length_counts, weigh
 from attnconform.conformance.gate import write_text
 from attnconform.conformance.replay import open_trace
@@ -51,16 +56,17 @@ SUITES: dict[str, Callable[[Machine, BenchOptions], Iterator[BenchRow]]] = {
     "index": index_rows,
     "quant": quant_rows,
     "backward": backward_rows,
-    "backward-tuning": tuning_rows,
+    TUNING: tuning_rows,
     "training": training_rows,
 }
 SWEEP, TARGETS = "sweep", "targets"
+LINES: dict[str, Callable[[Machine], Iterator[Line]]] = {TARGETS: target_lines, TUNING: tuning_lines}
 PEERS_OF = {
     "seed64k": ("flashinfer", "flex", "sdpa", "dense-mask"),
     "prefill": ("flex", "sdpa", "cudnn", "dense-mask"),
     "nsa": ("fla",),
     "block-mask": ("flex",),
-    "backward": ("flex", "sdpa", "fla"),
+    "backward": ("flex", "sdpa", "fla", "fla-public"),
 }
 DEFAULT_TRACE = Path("gemma3_270m")
 COUNTERS_TIMEOUT = 120.0  # seconds
@@ -82,6 +88,8 @@ class Request:
     with_counters: bool = True
     limit: float | None = None  # seconds after which no work is begun
     with_starts: bool = True  # first calls and tuning, which a run that only compares has no use for
+    lines: tuple[str, ...] = ()  # by a part of their names; all where none is given
+    processes: int | None = None  # at a time, a line in each; None: everything in this one
 
 
 def bench_command(
@@ -96,15 +104,19 @@ def bench_command(
     agrees_with: Path | None = None,
     with_counters: bool = True,
     limit: float | None = None,
+    lines: tuple[str, ...] = (),
+    processes: int | None = None,
 ) -> int:
     """Runs suites; 1 where an earlier report of the same version was asked for and does not agree."""
     check_choices(suites, backend, peer)
+    check_lines(suites, lines, processes)
     earlier = None if agrees_with is None else read_report(agrees_with)
     if earlier is not None and default_device() == "cpu":
         raise ValueError(f"{agrees_with} cannot be agreed with: without a GPU, times mean nothing")
     request = Request(
         suites=suites, backend=backend, peer=peer, trace=open_trace(trace) if trace else None,
         with_counters=with_counters, limit=limit, with_starts=agrees_with is None,
+        lines=lines, processes=processes,
     )  # fmt: skip
     report = run(console, request)
     if json_path is not None:
@@ -131,6 +143,14 @@ def check_choices(suites: tuple[str, ...], backend: str, peer: str | None) -> No
             raise ValueError(f"backend is {backend}, but suite {suite} times the bundled kernels only: use seed64k")
 
 
+def check_lines(suites: tuple[str, ...], lines: tuple[str, ...], processes: int | None) -> None:
+    """Refuses to choose lines, or to part them, of suites that have none."""
+    if processes is not None and not LINES.keys() & set(suites):
+        raise ValueError(f"suites are {', '.join(suites)}, but only {' and '.join(LINES)} have lines to part")
+    if lines and processes is None and TARGETS not in suites:
+        raise ValueError(f"suites are {', '.join(suites)}, but in one process only {TARGETS} has lines to choose")
+
+
 def run_suites(
     console: Console,
     *,
@@ -152,9 +172,12 @@ def run(console: Console, request: Request) -> BenchReport:
         console.print(note, style="bold", highlight=False)
     counters = counted(request, machine)
     found.notes += [counters.note] if counters.note else []
-    ceilings = measure_ceilings(machine)
+    parted = [suite for suite in request.suites if suite in LINES and request.processes is not None]
+    for suite in parted:
+        measure_lines(console, suite, request, machine, found)
+    ceilings = found.ceilings or measure_ceilings(machine)
     environment = replaced(environment, clocks_loaded=read_clocks(machine))
-    for suite in request.suites:
+    for suite in [suite for suite in request.suites if suite not in parted]:
         try:
             run_suite(console, suite, request, machine, counters, ceilings, found)
         except TimeUp:
@@ -167,6 +190,7 @@ def run(console: Console, request: Request) -> BenchReport:
         sweep=found.sweep,
         weighted=weighted_by(found.sweep, request.trace),
         targets=found.targets,
+        lines=found.lines,
         notes=found.notes,
     )
 
@@ -179,6 +203,8 @@ class Found:
     rows: list[BenchRow] = field(default_factory=list)
     sweep: list[SweepPoint] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
+    lines: list[LineRun] = field(default_factory=list)
+    ceilings: Ceilings | None = None
 
 
 def run_suite(
@@ -189,21 +215,82 @@ def run_suite(
     peer = request.peer if request.peer in PEERS_OF.get(suite, ()) else None
     options = BenchOptions(
         backend=request.backend, peer=peer, trace=request.trace, counters=counters,
-        with_starts=request.with_starts and suite != TARGETS,
+        with_starts=request.with_starts and suite != TARGETS, tell=found.notes.append,
     )  # fmt: skip
     if suite == SWEEP:
         for point in sweep_points(machine, found.notes):
             found.sweep.append(point)
             print_line(console, line_of_point(point))
     elif suite == TARGETS:
-        for row, targets in target_rows(machine, options, ceilings):
-            found.rows.append(row)
-            found.targets += targets
-            print_line(console, line_of(row))
+        for line in chosen_lines(list(target_lines(machine)), request.lines):
+            run_line(console, line, machine, options, ceilings, found)
     else:
         for row in SUITES[suite](machine, options):
             found.rows.append(row)
             print_line(console, line_of(row))
+
+
+def run_line(
+    console: Console, line: Line, machine: Machine, options: BenchOptions, ceilings: Ceilings, found: Found
+) -> None:
+    """One line of the targets in this process; what it was to reach stays in the report where it has no time left."""
+    rows: list[BenchRow] = []
+    try:
+        for row, targets in target_rows(line, machine, options, ceilings):
+            rows.append(row)
+            found.targets += targets
+            print_line(console, line_of(row))
+    except TimeUp:
+        found.notes.append(f"line {line.title} was not begun: the limit was reached")
+        found.targets += missed(line, rows, "the limit was reached")
+    except Exception as failure:  # one line's fault is no other's
+        found.notes.append(f"line {line.title} failed: {told(failure)}")
+        found.targets += missed(line, rows, told(failure))
+    found.rows += rows
+
+
+def measure_lines(console: Console, suite: str, request: Request, machine: Machine, found: Found) -> None:
+    """A suite's lines in processes of their own; the ceilings when all is quiet, before the first turn."""
+
+    def measure_first() -> None:
+        found.ceilings = found.ceilings or measure_ceilings(machine)
+        machine.release()
+
+    table = LINES[suite]
+    lines = chosen_lines(list(table(machine)), request.lines)
+    left = None if machine.deadline is None else max(1.0, machine.deadline - time.monotonic())
+    turns = Turns(
+        lines, Schedule(processes=request.processes or 1, limit=left), machine.device,
+        table=f"{table.__module__}:{table.__name__}", begin=measure_first,
+    )  # fmt: skip
+    over: list[Process] = []
+    for process in turns.run():
+        over.append(process)
+        for text in lines_of_process(process):
+            print_line(console, text)
+    measure_first()
+    for process in sorted(over, key=lambda process: turns.processes.index(process)):
+        take(process, found, is_real=machine.is_real)
+
+
+def take(process: Process, found: Found, *, is_real: bool) -> None:
+    """What became of a line, into the report."""
+    assert process.run is not None
+    assert found.ceilings is not None
+    run = process.run
+    found.lines.append(run)
+    found.rows += process.rows
+    for row in process.rows:
+        found.targets += judged(process.line, row, found.ceilings, is_real=is_real)
+    found.targets += missed(process.line, process.rows, f"{run.state}: {run.note}" if run.note else run.state)
+
+
+def lines_of_process(process: Process) -> Iterator[str]:
+    """What a line that is over found, and how it went."""
+    for row in process.rows:
+        yield line_of(row)
+    if process.run is not None:
+        yield line_of_run(process.run)
 
 
 def counted(request: Request, machine: Machine) -> Counters:

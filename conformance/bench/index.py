@@ -92,7 +92,7 @@ def index_row(
         stage="index",
         ours=samples.timing,
         figures=Figures(
-            bytes_ideal=entries * 4 + int(work.list_lengths.sum()) * (8 + 4),
+            bytes_ideal=entries * 4 + int(work.list_lengths.sum()) * tier.tier.plan.list_slots.element_size(),
             workspace_reserved=tier.reserved_bytes,
             workspace_used=tier.reserved_bytes,
         ),

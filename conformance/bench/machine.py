@@ -60,10 +60,16 @@ class Machine:
     device: str
     compiles: CompileLog
     deadline: float | None = None  # of the whole bench, by time.monotonic; None: as long as it takes
+    is_warming: bool = False  # compile and touch everything once; the times are thrown away
 
     @property
     def is_time_up(self) -> bool:
         return self.deadline is not None and time.monotonic() > self.deadline
+
+    def check_time(self) -> None:
+        """Raises TimeUp where nothing more may begin."""
+        if self.is_time_up:
+            raise TimeUp
 
     @property
     def is_real(self) -> bool:

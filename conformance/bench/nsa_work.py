@@ -66,6 +66,13 @@ class NsaWork:
         seen = (row - self.blocks * s.block_size + 1).clamp(0, s.block_size)
         return torch.where(self.blocks >= 0, seen, 0).sum(-1).flatten().cpu().numpy().astype(np.int64)
 
+    def sees(self, rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Which of these keys each of these rows selects, (rows, num_kv_heads, keys)."""
+        listed = torch.zeros(len(rows), self.shape.num_kv_heads, len(keys), dtype=torch.bool, device=keys.device)
+        for blocks in self.blocks[rows].unbind(-1):
+            listed |= blocks[..., None] == keys // self.shape.block_size
+        return listed & (keys <= rows[:, None])[:, None]
+
 
 def make_nsa(shape: NsaShape, device: str) -> NsaWork:
     """Each row's own block, and others before it."""

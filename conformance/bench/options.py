@@ -1,5 +1,6 @@
 """What a bench was asked for."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from attnconform.conformance.bench.counters import Counters
@@ -16,6 +17,7 @@ class BenchOptions:
     counters: Counters | None = None  # None: no hardware counters here, or none wanted
     seconds: float = 1.0  # of device time, at most, for one timing
     with_starts: bool = False  # time first calls and tuning too
+    tell: Callable[[str], object] = lambda note: None  # takes what a report is to say beside its rows
     stages: tuple[str, ...] = ()  # those to time; all where none is named
 
     def wants(self, stage: str) -> bool:

@@ -8,7 +8,7 @@ from rich.table import Table
 from attnconform.conformance.bench.figure_text import figure_lines, tail_lines
 from attnconform.conformance.bench.machine import Environment
 from attnconform.conformance.bench.reuse import reuse_lines
-from attnconform.conformance.bench.row import BenchReport, BenchRow, SweepPoint, Target, Weighted
+from attnconform.conformance.bench.row import BenchReport, BenchRow, LineRun, SweepPoint, Target, Weighted
 from attnconform.conformance.bench.sweep import crossing_text
 
 FILE_WIDTH = 200  # of a table that is written to a file
@@ -31,6 +31,16 @@ def line_of(row: BenchRow) -> str:
 def line_of_point(point: SweepPoint) -> str:
     """A point while the sweep runs."""
     return f"{point.key}: {point.total:.1f} us {point.stage}, dense {point.dense:.1f} us"
+
+
+def line_of_run(run: LineRun) -> str:
+    """How a line with a process of its own went."""
+    warm = "" if run.warm_seconds is None else f", ready after {run.warm_seconds:.0f} s"
+    timed = "" if run.timed_seconds is None else f", measured in {run.timed_seconds:.1f} s"
+    beside = f", {run.beside} others still warming" if run.beside else ""
+    clocks = run.environment.clocks_loaded if run.environment else {}
+    told = "".join(f", {name} {value}" for name, value in clocks.items() if not name.startswith("clocks.max"))
+    return f"  {run.name}: {run.state}{warm}{timed}{beside}{told}{f': {run.note}' if run.note else ''}"
 
 
 def print_report(console: Console, report: BenchReport) -> None:
@@ -64,6 +74,8 @@ def report_lines(report: BenchReport) -> Iterator[str]:
     yield from reuse_lines(report)
     if report.targets:
         yield target_summary(report.targets)
+    if report.lines:
+        yield lines_summary(report.lines)
     if report.sweep:
         yield crossing_text(report.sweep)
     for weighted in report.weighted:
@@ -139,6 +151,14 @@ def target_summary(targets: list[Target]) -> str:
     judged = [t for t in targets if t.is_met is not None]
     missing = len(targets) - len(judged)
     return f"{sum(t.is_met is True for t in judged)} of {len(targets)} targets met, {missing} not measured"
+
+
+def lines_summary(runs: list[LineRun]) -> str:
+    """How many lines were measured, and what became of the others, by name."""
+    others = [line_of_run(run) for run in runs if run.state != "measured"]
+    noisy = sum(run.beside > 0 for run in runs)
+    beside = f", {noisy} of them while others still warmed up" if noisy else ""
+    return "\n".join([f"{len(runs) - len(others)} of {len(runs)} lines measured{beside}", *others])
 
 
 def new_table(title: str, columns: tuple[str, ...]) -> Table:

@@ -43,6 +43,7 @@ class BenchRow(msgspec.Struct, frozen=True, kw_only=True):
     dense: Timing | None = None  # every key of the same batch, in the same process
     rate: float = 1.0  # candidates over committed keys
     error: float | None = None  # |out - want| / |want| against float32, worst of the sets; NaN is never right
+    equal_runs: int | None = None  # runs of one input that gave the same bits; 1 where a second differs
     poisoned_error: float | None = None  # the same with NaN in every slot that no list names
     path: str = ""  # the code that ran
     sets: int = 1  # input sets that rotate
@@ -158,7 +159,7 @@ class Weighted(msgspec.Struct, frozen=True, kw_only=True):
     sparse_from: int | None  # shortest swept length from which on sparse is faster; None where it never is
 
 
-Measure = Literal["times as fast", "of the peer's time", "of the copy bandwidth", "us on the device"]
+Measure = Literal["times as fast", "of the peer's time", "of the copy bandwidth", "us on the device", "runs bit-equal"]
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,6 +178,21 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         return self.measure in ("of the peer's time", "us on the device")
 
 
+Ending = Literal["measured", "failed", "hung", "not ready", "out of time"]
+
+
+class LineRun(msgspec.Struct, frozen=True, kw_only=True):
+    """How a line of the table was measured, in a process of its own."""
+
+    name: str
+    state: Ending
+    note: str = ""  # what went wrong, in the process's own words
+    warm_seconds: float | None = None  # imports, compilation, first calls, beside other lines' processes
+    timed_seconds: float | None = None  # its turn
+    beside: int = 0  # processes that were still warming when its turn began
+    environment: Environment | None = None  # of that process; clocks at the beginning and the end of its turn
+
+
 class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     """A benchmark run: where, with what, how fast."""
 
@@ -188,4 +204,5 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     sweep: list[SweepPoint] = []
     weighted: list[Weighted] = []
     targets: list[Target] = []
+    lines: list[LineRun] = []
     notes: list[str] = []

@@ -2,18 +2,25 @@
 # Every figure of README.md on one GPU, into $1 (default: this folder). Needs the package installed, and the peers for
 # the rows beside them. Steps named after the folder choose: measure.sh OUT seed64k diagnose
 #
-# Each step is bounded: no work is begun after its limit, and what hangs is ended some time later. All steps but targets,
-# which repeats rows of the others beside each other's peers, take 12 minutes at most.
+# Each step is bounded: no work is begun after its limit, and what hangs is ended some time later. `all-targets` stands for
+# lines, acceptance, tuning and training, 9 minutes at most: every target beside its peer, and what stands around it.
+# PROCESSES lines of the targets warm up side by side (default: one for every core) within LIMIT seconds.
 set -u
 out=${1:-$(dirname "$0")}
 shift
 steps=${*:-seed64k again prefill sweep quant index backward nsa diagnose}
+[ "$steps" = all-targets ] && steps="lines acceptance tuning training"
 mkdir -p "$out"
+bounded() { # name, seconds until it is ended, module and arguments
+    local name=$1 end=$2
+    shift 2
+    timeout -k 10 "$end" python3 -m "$@" >"$out/h200-$name.log" 2>&1
+    echo "$name: exit $?, ${SECONDS} s so far"
+}
 bench() { # name, seconds until it is ended, arguments
     local name=$1 end=$2
     shift 2
-    timeout "$end" python3 -m attnconform.conformance.command_line bench "$@" >"$out/h200-$name.log" 2>&1
-    echo "$name: exit $?, ${SECONDS} s so far"
+    bounded "$name" "$end" attnconform.conformance.command_line bench "$@"
 }
 suite() { # name, seconds until it is ended, arguments: a suite of that name, with 15 s to finish what is begun
     local name=$1 end=$2
@@ -34,6 +41,15 @@ for step in $steps; do
     backward) suite backward 120 --peer flex ;;
     nsa) suite nsa 60 --peer fla ;;
     diagnose) bench diagnose 65 --diagnose --json "$out/h200-diagnose.json" ;;
+    lines)
+        bench lines $((${LIMIT:-240} + 30)) --suite targets -n "${PROCESSES:-$(nproc)}" --limit "${LIMIT:-240}" \
+            --no-counters --json "$out/h200-lines.json"
+        ;;
+    acceptance)
+        bounded acceptance 100 attnconform.conformance.bench.acceptance --limit 80 --json "$out/h200-acceptance.json"
+        ;;
+    tuning) suite backward-tuning 120 -n "${PROCESSES:-$(nproc)}" ;;
+    training) suite training 60 ;;
     targets) suite targets 150 --no-counters ;;
     sanitize)
         for tool in memcheck racecheck; do

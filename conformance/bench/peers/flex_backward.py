@@ -6,7 +6,7 @@ import torch
 
 from attnconform.conformance.bench.block_sparse_work import BlockSparseWork
 from attnconform.conformance.bench.machine import Machine
-from attnconform.conformance.bench.peers.flex import block_mask_of, flex_callable, heads_first, score_mod_of
+from attnconform.conformance.bench.peers.flex import head_tensors, heads_first, parts_of
 from attnconform.conformance.bench.peers.flex_blocks import block_mask_of as chosen_mask_of
 from attnconform.conformance.bench.peers.flex_blocks import compiled_once
 from attnconform.conformance.bench.peers.flex_blocks import heads_first as chosen_heads_first
@@ -23,9 +23,8 @@ def flex_backward(
     """Gradients of q, k and v. Raises ValueError without a GPU, where FlexAttention has no backward."""
     if not machine.is_real:
         raise ValueError("FlexAttention has no backward on a CPU")
-    mask, compiled, score_mod = block_mask_of(work, machine), flex_callable(machine), score_mod_of(work, machine.device)
-    heads = (work.num_qo_heads, work.num_kv_heads, work.num_kv_heads)
-    leaves = [heads_first(work, x, n).requires_grad_() for x, n in zip(inputs, heads, strict=True)]
+    compiled, score_mod, mask = parts_of(work, machine)
+    leaves = [x.requires_grad_() for x in head_tensors(work, inputs)]
     out = compiled(*leaves, score_mod=score_mod, block_mask=mask, enable_gqa=True)
     return gradients_of(out, leaves, heads_first(work, dout, work.num_qo_heads), machine)
 

@@ -1,5 +1,6 @@
 """The backward suites on tiny shapes in the interpreter: answers, parts and plots; never their times."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ from attnconform.conformance.bench.acceptance_small import Check, count, differs
 from attnconform.conformance.bench.backward_parts import ROWS, TRANSPOSE
 from attnconform.conformance.bench.backward_subjects import HotShape, hot_pages
 from attnconform.conformance.bench.honesty import ERROR_BOUND
+from attnconform.conformance.bench.machine import TimeUp
 from attnconform.conformance.bench.options import BenchOptions
 from attnconform.conformance.bench.peers.flex_backward import flex_blocks_backward
 
@@ -96,6 +98,34 @@ def test_shapes_are_swept_one_direction_at_a_time(hot, machine, monkeypatch):
     assert "dq 16x16 warps 4 stages 1" in found["backward dq 16x16 warps 4 stages 1"]
 
 
+def test_a_shape_that_does_not_fit_is_told_and_the_next_is_timed(hot, machine, monkeypatch):
+    monkeypatch.setattr(backward_tuning, "TINY_SHAPES", ((16, 16, 4, 1), (16, 32, 4, 1)))
+    whole, notes = backward_tuning.time_whole, []
+
+    def no_room_for_wide(ours, *rest):
+        if "16x32" in ours.path:
+            raise RuntimeError("out of resource: shared memory")
+        return whole(ours, *rest)
+
+    monkeypatch.setattr(backward_tuning, "time_whole", no_room_for_wide)
+    found = list(backward_tuning.shape_rows(hot, machine, replace(QUICK, tell=notes.append)))
+    assert [row.stage for row in found] == [
+        "backward dq 16x16 warps 4 stages 1",
+        "backward dk, dv 16x16 warps 4 stages 1",
+    ]
+    assert len(notes) == 2
+    assert notes[0].endswith("backward dq 16x32 warps 4 stages 1: RuntimeError: out of resource: shared memory")
+
+
+def test_the_tuning_in_parts_asks_for_what_it_asks_for_in_one(hot, machine):
+    found = list(backward_tuning.lines(machine))
+    titles = {line.title for line in found}
+    assert len(titles) == len(found) == 1 + 2 * len(list(backward_tuning.choices(machine)))
+    stage, hints = next(backward_tuning.choices(machine))
+    [row] = backward_tuning.choice_rows(lambda m: hot, stage, hints, machine, QUICK)
+    assert (row.suite, row.stage) == (backward_tuning.SUITE, stage)
+
+
 def test_kernel_layer_and_step_are_three_levels_and_the_step_learns(machine):
     rows = {row.stage: row for row in backward_training.training_rows(machine, QUICK)}
     assert list(rows) == ["kernel", "layer", "training step"]
@@ -125,6 +155,22 @@ def test_the_acceptance_scenario_is_met_at_a_small_length(machine, monkeypatch):
     assert found.is_met, [check.line for check in found.checks]
     assert told[0] == acceptance.NOT_LONG
     assert len(found.checks) == 9
+
+
+def test_an_acceptance_that_the_limit_cuts_off_is_not_met(machine, monkeypatch):
+    late = replace(machine, deadline=0.0)
+    told = []
+    found = acceptance.accept(late, told.append)
+    assert not found.is_met
+    assert found.checks == []
+    assert found.left_out == list(acceptance.PARTS)
+    assert told[-1] == "serving: the limit was reached"
+
+
+@pytest.mark.parametrize("rows", [backward.backward_rows, backward_tuning.tuning_rows, backward_training.training_rows])
+def test_no_suite_begins_a_work_past_its_limit(machine, rows):
+    with pytest.raises(TimeUp):
+        list(rows(replace(machine, deadline=0.0), QUICK))
 
 
 def test_a_mask_that_joins_documents_is_not_accepted(machine, monkeypatch):

@@ -2,6 +2,8 @@
 
 import gc
 import os
+from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from types import SimpleNamespace
 
@@ -107,18 +109,28 @@ def test_no_garbage_is_collected_while_the_host_is_timed():
 
 
 def test_a_work_that_has_not_begun_when_the_time_is_up_does_not_begin(machine):
-    late = SimpleNamespace(is_real=True, is_time_up=True, release=machine.release)
+    late = SimpleNamespace(is_real=True, is_warming=False, is_time_up=True, release=machine.release)
     with pytest.raises(TimeUp):
         next(blocks(late))
 
 
 def test_a_work_that_is_under_way_ends_with_fewer_blocks():
-    clock = SimpleNamespace(is_real=True, is_time_up=False, release=lambda: None)
+    clock = SimpleNamespace(is_real=True, is_warming=False, is_time_up=False, release=lambda: None)
     numbers = []
     for block in blocks(clock):
         numbers.append(block.number)
         clock.is_time_up = block.number == 1
     assert numbers == [0, 1]
+
+
+def test_warming_up_calls_every_set_once_in_one_block_and_times_one_event(machine):
+    warming, calls = replace(machine, is_warming=True), []
+    sets = [partial(calls.append, number) for number in range(3)]
+    [block] = blocks(SimpleNamespace(is_real=True, is_warming=True, is_time_up=False, release=lambda: None))
+    taken = Block(block.number, warming, block.of).measure(sets, 10.0)
+    assert set(calls) == {0, 1, 2}
+    assert len(calls) <= 2 * len(sets) + 1
+    assert taken.timing.device.events == taken.timing.host.events == 1
 
 
 def test_the_events_of_all_blocks_are_those_of_one_measurement(machine):

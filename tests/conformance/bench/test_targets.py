@@ -11,7 +11,7 @@ from attnconform.conformance.bench.figures import Figures
 from attnconform.conformance.bench.options import BenchOptions
 from attnconform.conformance.bench.report_text import report_lines, target_summary, target_table
 from attnconform.conformance.bench.row import Peer
-from attnconform.conformance.bench.targets import Wanted, faster, judge, lines, target_rows
+from attnconform.conformance.bench.targets import Wanted, chosen_lines, faster, judge, lines, target_rows
 
 REAL = SimpleNamespace(is_real=True)
 
@@ -26,8 +26,45 @@ def against(numbers, peer_time, **changes):
 
 def test_every_line_of_the_table_has_a_peer_and_a_number():
     found = list(lines(REAL))
-    assert Counter(line.peer for line in found) == {"flashinfer": 4, "flex": 8, "cudnn": 1, "fla": 2, None: 2}
-    assert sum(len(line.wanted) for line in found) == 23
+    peers = Counter(line.peer for line in found)
+    assert peers == {"flashinfer": 4, "flex": 13, "cudnn": 1, "fla": 4, "fla-public": 2, None: 6}
+    assert sum(len(line.wanted) for line in found) == 42
+    assert len({line.title for line in found}) == len(found)
+
+
+def test_lines_are_chosen_by_a_part_of_their_name_or_their_peer():
+    found = chosen_lines(list(lines(REAL)), ("DECODE: 264", "cudnn"))
+    assert [line.name.split(":")[0] for line in found] == ["decode", "decode", "decode", "prefill"]
+    assert len(chosen_lines(list(lines(REAL)), ())) == len(list(lines(REAL)))
+    with pytest.raises(ValueError, match="no line has nothing or nobody in its name, and there are decode: 264"):
+        chosen_lines(list(lines(REAL)), ("nothing", "nobody"))
+
+
+def test_only_lines_with_a_host_in_their_times_need_quiet():
+    kinds = {line.name.split(":")[0]: line.needs_quiet for line in lines(REAL) if line.peer != "flex"}
+    assert kinds == {
+        "decode": True, "index": True, "decode from float8 codes": False, "prefill": False, "nsa": False,
+        "backward": False, "backward modes": False,
+    }  # fmt: skip
+
+
+def test_runs_that_differ_are_no_equal_runs(numbers):
+    wanted = Wanted("runs bit-equal", 20)
+    assert told(numbers, numbers.row(equal_runs=20), wanted).is_met
+    assert told(numbers, numbers.row(equal_runs=1), wanted).is_met is False
+    assert told(numbers, numbers.row(), wanted).is_met is None
+
+
+def test_what_a_line_did_not_measure_stays_in_the_table(numbers):
+    line = targets.Line("work", "p", lambda m, o: iter(()), (faster(2.0), faster(3.0, "index")))
+    [target] = targets.missed(line, [numbers.row()], "it died")
+    assert (target.key, target.wanted, target.got, target.is_met) == (
+        "targets: work, against p: index",
+        3.0,
+        None,
+        None,
+    )
+    assert target.note == "it died"
 
 
 @pytest.mark.parametrize(("peer_time", "is_met"), [(116.0, True), (114.0, False)])
@@ -82,18 +119,19 @@ def test_the_table_says_target_measured_ratio_and_verdict(numbers):
     assert "targets met" not in "\n".join(report_lines(numbers.report(numbers.row())))
 
 
-def test_a_line_is_run_beside_its_own_peer(machine, monkeypatch, numbers):
-    line = targets.Line("torch", lambda m, o: iter([against(numbers, 120.0, work=o.peer)]), (faster(1.0), faster(2.0)))
-    monkeypatch.setattr(targets, "lines", lambda m: iter([line]))
-    [(row, found)] = target_rows(machine, BenchOptions(peer="another"), numbers.ceilings)
+def test_a_line_is_run_beside_its_own_peer(machine, numbers):
+    def rows(m, options):
+        return iter([against(numbers, 120.0, work=options.peer), numbers.row(stage="plan")])
+
+    line = targets.Line("w", "torch", rows, (faster(1.0), faster(2.0)))
+    [(row, found)] = target_rows(line, machine, BenchOptions(peer="another"), numbers.ceilings)
     assert row.key == "targets: torch, against p: attention"
     assert [t.wanted for t in found] == [1.0, 2.0]
 
 
-def test_the_fp8_line_has_rows_for_what_it_wants(machine, monkeypatch, numbers):
-    only = [line for line in lines(machine) if line.rows is targets.fp8_rows]
-    monkeypatch.setattr(targets, "lines", lambda m: iter(only))
-    [(row, [target])] = target_rows(machine, BenchOptions(), numbers.ceilings)
+def test_the_fp8_line_has_rows_for_what_it_wants(machine, numbers):
+    [line] = chosen_lines(list(lines(machine)), ("float8",))
+    [(row, [target])] = target_rows(line, machine, BenchOptions(), numbers.ceilings)
     assert row.work.startswith("float8_e4m3 per tensor")
     assert row.work.endswith("against unquantized, same kernels")
     assert target.got is not None
