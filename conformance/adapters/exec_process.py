@@ -85,6 +85,8 @@ class ExecBackend(Backend):
     def backward(
         self, problem: ProblemView, tensors: Tensors, forward: Forward, dout: torch.Tensor, dlse: torch.Tensor | None
     ) -> Backward:
+        if not self.capabilities.has_backward:
+            raise NotImplementedError("the program declares no backward, and is never asked for one")
         inputs, outputs = self.paths()
         given = {"out": forward.out, "lse": forward.lse, "dout": dout, "dlse": dlse}
         self.files.write_inputs(inputs, problem.spec, tensors, **given)

@@ -71,11 +71,11 @@ def offset_of(problem: ProblemView, request: int) -> Tensor:
     return captured([int(problem.spec.q_offset[request])], torch.int32, torch.device(problem.device))
 
 
-def lower_membership(problem: ProblemView, request: int, seqlen_q: int, seqlen_kv: int) -> MaskMod:
-    """mask_mod of one request, False for rows and keys past its own lengths. [BLOCK-MEMBER, MASK-TAIL]"""
-    listed = problem.candidate_masks[request]
+def lower_membership(problem: ProblemView, request: int, seqlen_q: int, seqlen_kv: int, first_row: int = 0) -> MaskMod:
+    """mask_mod of one request's rows from a first one on, False past its own lengths. [BLOCK-MEMBER, MASK-TAIL]"""
+    listed = problem.candidate_masks[request][:, first_row : first_row + seqlen_q]
     member = pad(listed, (0, seqlen_kv - listed.shape[2], 0, seqlen_q - listed.shape[1]))
-    allows = lower_mask(problem.spec.mask_rule, [request], offset_of(problem, request))
+    allows = lower_mask(problem.spec.mask_rule, [request], offset_of(problem, request) + first_row)
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return member[h, q_idx, kv_idx] & allows(b, h, q_idx, kv_idx)
@@ -101,14 +101,22 @@ class Flex(PerRequest):
         """Lengths a request is padded to; padding is masked."""
         return seqlen_q, max(seqlen_kv, 1)
 
-    def block_mask(self, problem: ProblemView, request: int, seqlen_q: int, seqlen_kv: int) -> BlockMask:
-        """What one request's rows attend."""
-        mask_mod = lower_membership(problem, request, seqlen_q, seqlen_kv)
+    def block_mask(
+        self, problem: ProblemView, request: int, seqlen_q: int, seqlen_kv: int, first_row: int = 0
+    ) -> BlockMask:
+        """What one request's rows attend, from a first one on."""
+        mask_mod = lower_membership(problem, request, seqlen_q, seqlen_kv, first_row)
         size = BLOCK_SIZE[torch.device(problem.device).type]
         heads = problem.spec.num_qo_heads
         return create_block_mask(mask_mod, 1, heads, seqlen_q, seqlen_kv, device=problem.device, BLOCK_SIZE=size)
 
     def attend(self, problem: ProblemView, request: int, q: Tensor, k: Tensor, v: Tensor) -> Attended:
+        return self.attend_from(0, problem, request, q, k, v)
+
+    def attend_from(
+        self, first_row: int, problem: ProblemView, request: int, q: Tensor, k: Tensor, v: Tensor
+    ) -> Attended:
+        """One call, for a request's rows from a first one on."""
         seqlen_q, seqlen_kv = self.lengths(q.shape[1], k.shape[1])
         padded_q = pad(q, (0, 0, 0, seqlen_q - q.shape[1])).contiguous()
         padded_k, padded_v = (pad(x, (0, 0, 0, seqlen_kv - x.shape[1])).contiguous() for x in (k, v))
@@ -117,8 +125,8 @@ class Flex(PerRequest):
                 padded_q[None],
                 padded_k[None],
                 padded_v[None],
-                lower_score(problem.spec.score_rules, offset_of(problem, request)),
-                self.block_mask(problem, request, seqlen_q, seqlen_kv),
+                lower_score(problem.spec.score_rules, offset_of(problem, request) + first_row),
+                self.block_mask(problem, request, seqlen_q, seqlen_kv, first_row),
                 problem.spec.sm_scale,
                 self.capabilities.returns_lse,
                 self.kernel_options,

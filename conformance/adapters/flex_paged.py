@@ -46,13 +46,17 @@ class FlexPaged(Backend):
         super().__init__(device)
         self.call: Any = torch.compile(call_flex, dynamic=False, fullgraph=True)
 
+    def pool(self, problem: ProblemView, cache: Tensor) -> Tensor:
+        """(num_slots, num_kv_heads, head_dim), where it lies."""
+        return problem.by_slot(cache)
+
     def forward(self, problem: ProblemView, tensors: Tensors) -> Forward:
         requests = list(requests_with_rows(problem))
         if not requests:
             return Forward(tensors.out, tensors.lse)
         q = pad_sequence([tensors.q[problem.q_rows(n)] for n in requests], batch_first=True)
         q = pad(q, (0, 0, 0, 0, 0, round_up(q.shape[1], 8, 3) - q.shape[1])).transpose(1, 2).contiguous()
-        k, v = (problem.by_slot(cache).transpose(0, 1)[None] for cache in (tensors.k_cache, tensors.v_cache))
+        k, v = (self.pool(problem, cache).transpose(0, 1)[None] for cache in (tensors.k_cache, tensors.v_cache))
         paged, offsets = page_table_of(problem, requests), q_offsets(problem, requests)
         lengths = captured([int(problem.spec.seqlen_kv[n]) for n in requests], torch.int32, q.device)
         score_mod = lower_score(problem.spec.score_rules, offsets)
@@ -70,6 +74,23 @@ class FlexPaged(Backend):
             tensors.out[rows] = out[i, :, : rows.stop - rows.start].transpose(0, 1)
             tensors.lse[rows] = lse[i, :, : rows.stop - rows.start].transpose(0, 1)
         return Forward(tensors.out, tensors.lse, path="paged" if is_compiled else "fallback: eager")
+
+
+class FlexPagedCleared(FlexPaged):
+    """The same over a copy of the pool, 0 where no request has a token, as a server that clears its pages has it.
+
+    What lies there reaches the outputs otherwise, and would hide all else. [MASK-TAIL]
+    """
+
+    name = "flex-paged-cleared"
+
+    def pool(self, problem: ProblemView, cache: Tensor) -> Tensor:
+        slots = super().pool(problem, cache)
+        cleared = torch.zeros_like(slots)
+        for n in range(problem.spec.batch_size):
+            owned = problem.slots(n)
+            cleared[owned] = slots[owned]
+        return cleared
 
 
 def q_offsets(problem: ProblemView, requests: Sequence[int]) -> Tensor:

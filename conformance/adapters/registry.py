@@ -26,6 +26,7 @@ BUNDLED: dict[str, str] = {
     "ort-sparse": "attnconform.conformance.adapters.onnx_runtime:OrtSparse",
     "flex-decode": "attnconform.conformance.adapters.flex_decode:FlexDecode",
     "flex-paged": "attnconform.conformance.adapters.flex_paged:FlexPaged",
+    "flex-paged-cleared": "attnconform.conformance.adapters.flex_paged:FlexPagedCleared",
     "flashinfer-decode": "attnconform.conformance.adapters.flashinfer_decode:FlashInferDecode",
     "flashinfer-decode-tc": "attnconform.conformance.adapters.flashinfer_decode:FlashInferDecodeTensorCores",
     "flashinfer-decode-pages": "attnconform.conformance.adapters.flashinfer_decode:FlashInferDecodePages",
@@ -57,7 +58,9 @@ BUNDLED: dict[str, str] = {
     "vllm-m3-prefill": "attnconform.conformance.adapters.vllm_sparse:VllmMiniMaxPrefill",
     "vllm-mla-sparse": "attnconform.conformance.adapters.vllm_sparse:VllmSparseLatent",
     "reference": "attnconform.conformance.adapters.reference_steps:StepsBackend",
-    "flex-eager-trusts-blocks": "attnconform.conformance.adapters.negative:FlexEagerTrustsBlocks",  # wrong on purpose
+    # wrong on purpose
+    "flex-compiled-skips": "attnconform.conformance.adapters.negative:FlexCompiledSkips",
+    "flex-eager-trusts-blocks": "attnconform.conformance.adapters.negative:FlexEagerTrustsBlocks",
 }
 ENTRY_POINTS = "attnconform.backends"
 EXEC_PREFIX = "exec:"

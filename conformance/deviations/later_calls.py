@@ -1,6 +1,10 @@
 """Mistakes that only a later call makes: after how many, and after which. [DETERMINISM-RUN, PLAN-REPLAN]"""
 
+from dataclasses import replace
+
+import msgspec
 import numpy as np
+from torch import Tensor
 
 from attnconform.conformance.adapters.reference_steps import StepsBackend
 from attnconform.conformance.backend import Backward, Forward, Tensors
@@ -107,3 +111,26 @@ class GivesNothingAfterABatchOfNone(CountsCalls):
         out = result.out if self.had_rows else np.zeros_like(result.out)
         self.had_rows = len(result.out) > 0
         super().store(tensors, AttentionResult(out, result.lse))
+
+
+@deviates(
+    "SAFE-PATH", fault_class="C", report="PyTorch FlexAttention: after one compilation that raised, calls run eager"
+)
+class RunsElsewhereAfterACallThatRaised(StepsBackend):
+    """A call for gradients, which it does not have, raises, and later forwards take a path that is not declared."""
+
+    capabilities = msgspec.structs.replace(StepsBackend.capabilities, has_backward=False)
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device)
+        self.has_raised = False
+
+    def backward(
+        self, problem: ProblemView, tensors: Tensors, forward: Forward, dout: Tensor, dlse: Tensor | None
+    ) -> Backward:
+        self.has_raised = True
+        raise NotImplementedError("no backward")
+
+    def forward(self, problem: ProblemView, tensors: Tensors) -> Forward:
+        right = super().forward(problem, tensors)
+        return replace(right, path="fallback: uncompiled") if self.has_raised else right

@@ -18,6 +18,7 @@ from attnconform.conformance.backend import Backward, Capabilities, Forward, One
 from attnconform.conformance.bounds.numerics import NUMERICS_CLASSES, Numerics
 from attnconform.conformance.deviations.determinism import Races
 from attnconform.conformance.deviations.deviation import faithful
+from attnconform.conformance.deviations.empty import is_empty
 from attnconform.conformance.deviations.masks import ReadsTheWholeRequest
 from attnconform.conformance.deviations.merge import InPieces, from_output
 from attnconform.conformance.deviations.precision import KnowsTheDtype, PartsLseInBf16, PartsOutInBf16, rounded
@@ -334,6 +335,18 @@ class LoadsWholeRequests(StepsBackend):
 
     steps = WeighsUnselectedByZero()
     capabilities = msgspec.structs.replace(DECLARED, tolerates_nonfinite=False)
+
+
+@faithful
+class SignsTheZerosOfAnEmptyRow(Steps):
+    """An empty row is 0 times the sum of all values, so that its zeros have the sums' signs."""
+
+    def forward(self, problem: AttentionProblem, q: FloatArray, k: FloatArray, v: FloatArray) -> AttentionResult:
+        result = super().forward(problem, q, k, v)
+        for row, h in np.argwhere(is_empty(self, problem)):
+            zeros = np.copysign(0.0, np.nansum(v[:, h // problem.group_size], axis=0))
+            result.out[row, h] = np.where(result.out[row, h] == 0, zeros, result.out[row, h])
+        return result
 
 
 @faithful

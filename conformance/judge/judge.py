@@ -10,6 +10,7 @@ import msgspec
 from attnconform.conformance.backend import Backend
 from attnconform.conformance.cases.structure import Case
 from attnconform.conformance.isolation import settled
+from attnconform.conformance.judge.after_error import check_after_a_call_that_raised
 from attnconform.conformance.judge.edited_rules import check_edited_rule
 from attnconform.conformance.judge.epilogue import check_cast
 from attnconform.conformance.judge.first_call import check_first_call_again
@@ -30,6 +31,7 @@ from attnconform.conformance.structures import offers_any
 
 Check = Callable[[Trial], list[Finding]]
 FORWARD_CHECKS: tuple[Check, ...] = (
+    check_after_a_call_that_raised,
     check_written,
     check_bounds,
     check_inputs,

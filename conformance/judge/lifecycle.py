@@ -96,8 +96,8 @@ class Session:
         """A run on the very tensors of an earlier one, as they are now."""
         backend = self.trial.backend
         if self.has_plans:
-            return observed_again(seen, self.trial.call(backend.run, handle, seen.tensors), backend)
-        return observed_again(seen, self.trial.call(backend.forward, trial.view, seen.tensors), backend)
+            return observed_again(seen, self.trial.call(backend.run, handle, seen.tensors), trial)
+        return observed_again(seen, self.trial.call(backend.forward, trial.view, seen.tensors), trial)
 
 
 def torch_dtype(trial: Trial) -> torch.dtype:
@@ -105,15 +105,15 @@ def torch_dtype(trial: Trial) -> torch.dtype:
     return TORCH_DTYPES[trial.case.structure.dtype]
 
 
-def observed_again(seen: Observed, forward: Forward, backend: Backend) -> Observed:
+def observed_again(seen: Observed, forward: Forward, trial: Trial) -> Observed:
     """What another call on the same tensors gave, in the contract's conventions."""
-    base = LN_2 if backend.capabilities.lse_base == "2" else 1.0
-    lse = forward.lse
+    base = LN_2 if trial.backend.capabilities.lse_base == "2" else 1.0
+    out, lse = trial.settled_out(forward.out), forward.lse
     return replace(
         seen,
-        out=as_float64(forward.out),
+        out=as_float64(out),
         lse=None if lse is None else as_float64(lse) * base,
-        out_bits=forward.out.detach().clone(),
+        out_bits=out,
         lse_bits=None if lse is None else lse.detach().clone(),
         forward=forward,
     )
@@ -451,7 +451,7 @@ def check_replay(trial: Trial) -> list[Finding]:
 def replayed_off(session: Session, captured: Any, seen: Observed, trial: Trial, values: Any = None) -> str | None:
     """How a replay's answer is off that of its own plan and run, or off the oracle."""
     poison(seen.tensors)
-    again = observed_again(seen, session.trial.call(captured.replay), trial.backend)
+    again = observed_again(seen, session.trial.call(captured.replay), trial)
     if trial.backend.capabilities.determinism == "none":
         return off(trial, again, values)
     fresh = session.run(trial, session.plan(trial), values=values or trial.values)

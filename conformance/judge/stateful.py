@@ -44,7 +44,7 @@ class InUse:
         """The captured launch, or a call without one, on the very tensors as they are now."""
         if self.launch is None:
             return session.run_on(session.trial, self.handle, self.seen)
-        return observed_again(self.seen, session.trial.call(self.launch.replay), session.trial.backend)
+        return observed_again(self.seen, session.trial.call(self.launch.replay), session.trial)
 
 
 class Life(RuleBasedStateMachine):

@@ -49,7 +49,7 @@ class Observed:
 
     out: FloatArray  # (total_q, num_qo_heads, head_dim_vo)
     lse: FloatArray | None  # natural log, (total_q, num_qo_heads)
-    out_bits: torch.Tensor  # as stored
+    out_bits: torch.Tensor  # as stored, but for signs of an empty row's zeros
     lse_bits: torch.Tensor | None
     path: str
     overruns: tuple[str, ...]  # guard bands that were written to, as `past out`
@@ -128,6 +128,19 @@ class Trial:
         return selected
 
     @cached_property
+    def is_empty(self) -> BoolArray:
+        """(total_q, num_qo_heads) True where a row attends nothing."""
+        return np.asarray(self.edges.counts() == 0)
+
+    def settled_out(self, out: torch.Tensor) -> torch.Tensor:
+        """A copy of an output, an empty row's zeros without their sign, which is free and may vary. [EMPTY-OUT]"""
+        is_code = out.dtype.itemsize == 1
+        if is_code or out.shape[:2] != self.is_empty.shape or not self.is_empty.any():
+            return out.detach().clone()
+        is_empty = torch.from_numpy(self.is_empty).to(out.device)[..., None]
+        return torch.where(is_empty & (out == 0), torch.zeros_like(out), out).detach()
+
+    @cached_property
     def base(self) -> Observed:
         """The first run: outputs poisoned with NaN, NaN in every slot that nobody owns."""
         return self.run(self.values, unowned=NAN, poison=NAN)
@@ -193,12 +206,12 @@ class Trial:
         before = snapshot(tensors)
         forward = self.call(self.backend.forward, view or self.view, tensors)
         self.paths.append(forward.path)
-        lse = forward.lse
+        out, lse = self.settled_out(forward.out), forward.lse
         base = LN_2 if self.backend.capabilities.lse_base == "2" else 1.0
         return Observed(
-            out=as_float64(forward.out),
+            out=as_float64(out),
             lse=None if lse is None else as_float64(lse) * base,
-            out_bits=forward.out.detach().clone(),
+            out_bits=out,
             lse_bits=None if lse is None else lse.detach().clone(),
             path=forward.path,
             overruns=true_ones({name: flag for guard in guards for name, flag in guard.overrun.items()}),

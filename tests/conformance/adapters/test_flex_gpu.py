@@ -6,7 +6,7 @@ import torch
 from attnconform.conformance.adapters import flex_decode, flex_paged
 from attnconform.conformance.adapters.flex import call_flex
 from attnconform.conformance.adapters.flex_decode import FlexDecode
-from attnconform.conformance.adapters.flex_paged import FlexPaged, page_table_of
+from attnconform.conformance.adapters.flex_paged import FlexPaged, FlexPagedCleared, page_table_of
 from attnconform.conformance.adapters.registry import load_backend
 from attnconform.conformance.backend import Unavailable
 from attnconform.conformance.cases.matrix import SMOKE_ROW, matrix_case
@@ -79,6 +79,29 @@ def test_nan_past_a_requests_end_is_seen_where_a_call_lets_it_in(monkeypatch):
     assert "FAIL_nonfinite" in {finding.state for finding in found}
 
 
+def test_nothing_of_it_is_let_in_where_the_pool_is_cleared(monkeypatch):
+    backend = uncompiled(FlexPagedCleared, monkeypatch)
+    backend.call = lambda *arguments: call_flex(*arguments[:7])
+    axes = {"mask": "causal", "pages": "high", "lengths": "page_edge"}
+    found = {finding.state for finding in judge_case(matrix_case("forward", 5, ROW | axes), backend).findings}
+    assert found == {FALLS_BACK}
+
+
+def test_rows_past_those_of_a_call_conform_in_calls_of_their_own(monkeypatch):
+    backend, sizes = uncompiled(FlexDecode, monkeypatch), set()
+    monkeypatch.setattr(flex_decode, "ROWS", 2)
+
+    def noted(q, *arguments):
+        sizes.add(q.shape[2])
+        return call_without_nan(q, *arguments)
+
+    backend.call = noted
+    axes = {"phase": "prefill", "mask": "causal_window", "score": "alibi", "granularity": "token", "local": "none"}
+    found = {finding.state for finding in judge_case(matrix_case("forward", 5, ROW | axes), backend).findings}
+    assert found == {FALLS_BACK}
+    assert max(sizes) == 5  # 2 rows, filled up
+
+
 def test_one_block_list_of_all_heads_holds_every_heads_blocks(monkeypatch):
     backend = uncompiled(FlexDecode, monkeypatch)
     axes = {"granularity": "block", "sharing": "query_head", "lengths": "long_and_short", "phase": "decode"}
@@ -91,7 +114,7 @@ def test_one_block_list_of_all_heads_holds_every_heads_blocks(monkeypatch):
     assert not torch.equal(by_head.to_dense()[:, 0], by_head.to_dense().amax(1))
 
 
-@pytest.mark.parametrize("name", ["flex-decode", "flex-paged"])
+@pytest.mark.parametrize("name", ["flex-decode", "flex-paged", "flex-paged-cleared"])
 def test_without_a_gpu_they_are_unavailable(name):
     with pytest.raises(Unavailable, match=f"{name} is a kernel of the GPU, but device is 'cpu'"):
         load_backend(name, "cpu")

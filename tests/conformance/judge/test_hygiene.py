@@ -7,10 +7,10 @@ import torch
 
 from attnconform.conformance.adapters.reference_steps import StepsBackend
 from attnconform.conformance.cases.matrix import matrix
-from attnconform.conformance.deviations import DEVIATIONS
+from attnconform.conformance.deviations import DEVIATIONS, VARIANTS
 from attnconform.conformance.judge.dense_watch import watch_for_dense
 from attnconform.conformance.judge.hygiene import check_bounds, check_path, check_repeat, check_written
-from attnconform.conformance.judge.interference import check_unselected
+from attnconform.conformance.judge.interference import check_other_rows, check_unselected
 from attnconform.conformance.judge.membership import check_membership
 from attnconform.conformance.judge.memory import CONFIRMED, KEPT_BYTES, check_memory
 from attnconform.conformance.judge.storage import GUARD_VALUES
@@ -262,3 +262,31 @@ def test_torch_attention_over_every_key_is_seen_where_candidates_are_few():
 
 def test_a_dense_problem_has_no_dense_fallback():
     assert watch_for_dense(Trial(CASE, AttendsDensely())) is None
+
+
+EMPTY = next(
+    c for c in matrix("L1") if c.operation == "forward" and c.axes["empty"] == "middle" and c.values == "normal"
+)
+
+
+def test_signs_of_an_empty_rows_zeros_are_free():
+    trial = Trial(EMPTY, VARIANTS["signs-the-zeros-of-an-empty-row"].build())
+    for check in (check_repeat, check_unselected, check_other_rows):
+        assert check(trial) == []
+    signs = torch.signbit(trial.base.forward.out[torch.from_numpy(trial.is_empty)])
+    assert signs.any()
+    assert not signs.all()
+
+
+def test_no_other_sign_and_no_nan_is_settled():
+    trial = Trial(EMPTY, StepsBackend())
+    is_empty = torch.from_numpy(trial.is_empty)
+    assert is_empty.any()
+    assert not is_empty.all()
+    zeros = torch.full((*is_empty.shape, 4), -0.0)
+    settled = trial.settled_out(zeros)
+    assert torch.equal(torch.signbit(settled), ~is_empty[..., None].expand_as(zeros))
+    assert torch.signbit(zeros).all()
+    assert trial.settled_out(torch.full_like(zeros, torch.nan)).isnan().all()
+    small = torch.full_like(zeros, -1e-30)
+    assert torch.equal(trial.settled_out(small), small)
