@@ -117,4 +117,6 @@ def listed(problem: ProblemView, request: int, head: int) -> Tensor:
         blocks = problem.fixed_width_candidates.long()[index] * lists.block_size
         keys = (blocks[..., None] + torch.arange(lists.block_size, device=problem.device)).flatten(1)
     seen = (keys >= 0) & (keys < allowed.shape[1])
-    return torch.where(seen & allowed.gather(1, torch.where(seen, keys, 0)), keys, -1)
+    # one column more, which no row may look at: a request that ended has none of its own
+    may_look = pad(allowed, (0, 1)).gather(1, torch.where(seen, keys, allowed.shape[1]))
+    return torch.where(may_look, keys, -1)

@@ -27,11 +27,20 @@ GROUP = 16  # query heads of a KV head, at least
 
 
 def numerics_of(dtype: str, interpreted: bool) -> Numerics:
-    """q is multiplied by the scale, both in the inputs' dtype; P and dS are rounded before their products."""
+    """q times the scale is rounded to the inputs' dtype, and P and dS before their products.
+
+    The interpreter rounds the scale as well, a GPU does not.
+    """
     name = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[dtype]
     bits = {"float32": 24, "float16": 11, "bfloat16": 8}[dtype]
     suffix = "" if interpreted else "-hopper"
-    return replace(NUMERICS_CLASSES[name + suffix], prescale="q", prescale_bits=bits, factor_bits=bits, min_tile=16)
+    return replace(
+        NUMERICS_CLASSES[name + suffix],
+        prescale="q",
+        prescale_bits=bits,
+        factor_bits=bits if interpreted else 0,
+        min_tile=16,
+    )
 
 
 class FlaNsa(PerRequest):

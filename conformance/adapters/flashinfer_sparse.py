@@ -18,6 +18,7 @@ from attnconform.conformance.adapters.flashinfer_package import (
 from attnconform.conformance.adapters.per_request import Attended, PerRequest
 from attnconform.conformance.backend import Domain, Forward, OneOf, Tensors
 from attnconform.conformance.views import ProblemView
+from attnconform.reference.candidates import HOLE
 
 # Neither wrapper plans for no keys at all.
 WITH_KEYS: dict[str, Domain] = {"lengths": OneOf(("one", "page_edge", "tile_edge", "long_and_short"))}
@@ -120,7 +121,8 @@ class FlashInferListedBlocks(FlashInferBlockSparse):
         spec, lists = problem.spec, problem.spec.candidates
         assert lists is not None
         rows = [row for row in spec.rows() if row.request == request][:: lists.q_block_size]
-        entries = [lists.entries(spec.list_index(row, group.qo_heads.start)) for row in rows]
+        given = [lists.entries(spec.list_index(row, group.qo_heads.start)) for row in rows]
+        entries = [listed[listed != HOLE] for listed in given]  # a row that lists nothing may hold one
         counts, indices = [len(listed) for listed in entries], problem.tensor(np.concatenate(entries))
         # the rule's own mask: that of the problem would not be made where a list is out of range
         rule = replace(problem, spec=replace(spec, candidates=None)).masks[request][group.qo_heads.start]

@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from attnconform.conformance.adapters.fla_nsa import listed_blocks
+from attnconform.conformance.adapters.minimax_numerics import merged_in_parts
 from attnconform.conformance.adapters.per_request import requests_with_rows
 from attnconform.conformance.adapters.placement import causal_places, rows_of_calls
 from attnconform.conformance.adapters.sglang_kernels import load_kernels
 from attnconform.conformance.adapters.third_party_interpreter import third_party_kernels
 from attnconform.conformance.adapters.triton_kernels import interpreting
 from attnconform.conformance.backend import Backend, Capabilities, Domain, Forward, OneOf, Tensors
-from attnconform.conformance.bounds.numerics import NUMERICS_CLASSES
+from attnconform.conformance.bounds.numerics import NUMERICS_CLASSES, Numerics
 from attnconform.conformance.views import ProblemView
 
 
@@ -34,7 +35,6 @@ class SglangBlocks(Backend):
         interpreted = interpreting(device)
         self.context = third_party_kernels if interpreted else nullcontext
         self.kernels = load_kernels(f"minimax_sparse.{self.module}")
-        low = "" if interpreted else "-hopper"
         self.capabilities = Capabilities(
             supported={
                 "dtype": OneOf(("bfloat16", "float16")),
@@ -48,11 +48,15 @@ class SglangBlocks(Backend):
                 "sink": OneOf(("none",)),  # its sink is a key that a head's query is multiplied with
                 "refusal": OneOf(()),
             },
-            numerics={name: NUMERICS_CLASSES[cls + low] for name, cls in (("bfloat16", "bf16"), ("float16", "fp16"))},
+            numerics=self.numerics("" if interpreted else "-hopper"),
             returns_lse=False,
             has_backward=False,
             gradient_of_lse=False,
         )
+
+    def numerics(self, variant: str) -> dict[str, Numerics]:
+        """P is stored in the values' dtype, everything else in float32."""
+        return {name: NUMERICS_CLASSES[cls + variant] for name, cls in (("bfloat16", "bf16"), ("float16", "fp16"))}
 
     def versions(self) -> dict[str, str]:
         return super().versions() | {"sglang": importlib.metadata.version("sglang")}
@@ -64,6 +68,9 @@ class SglangBlocksDecode(SglangBlocks):
     name = "sglang-msa-decode"
     module = "decode.topk_sparse"
     head_dim = OneOf(("64/64", "128/128", "80/80", "96/96", "256/256"))
+
+    def numerics(self, variant: str) -> dict[str, Numerics]:
+        return merged_in_parts(super().numerics(variant))
 
     def forward(self, problem: ProblemView, tensors: Tensors) -> Forward:
         for n in requests_with_rows(problem):

@@ -20,6 +20,7 @@ from attnconform.conformance.views import ProblemView
 from attnconform.reference.problem import AttentionProblem
 from attnconform.reference.rules import Alibi, And, PrefixLM, SoftCap, Window
 
+NAN = float("nan")
 PAGES_AHEAD = 32  # the kernel looks up the pages of a whole tile, past a request's last one too
 
 
@@ -95,7 +96,8 @@ class VllmUnified(VllmKernels):
         spec, requests = problem.spec, [piece.request for piece in pieces]
         k, v = (x if spec.cache.layout == "NHD" else x.transpose(1, 2) for x in (tensors.k_cache, tensors.v_cache))
         q = torch.cat([pad(tensors.q[piece.rows], (0, 0, 0, 0, 0, piece.rows_after)) for piece in pieces])
-        out, starts = torch.empty_like(q), np.cumsum([0, *(piece.num_rows for piece in pieces)])
+        # split, it leaves the rows of a request without keys as they are: they stay poisoned
+        out, starts = torch.full_like(q, NAN), np.cumsum([0, *(piece.num_rows for piece in pieces)])
         with self.context():
             self.kernels.unified_attention(
                 q,

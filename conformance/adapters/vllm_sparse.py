@@ -13,10 +13,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from attnconform.conformance.adapters.fla_nsa import listed_blocks
 from attnconform.conformance.adapters.latent_keys import latent_queries_and_keys, slot_lists
+from attnconform.conformance.adapters.minimax_numerics import merged_in_parts
 from attnconform.conformance.adapters.per_request import requests_with_rows
 from attnconform.conformance.adapters.placement import causal_places, rows_of_calls
 from attnconform.conformance.adapters.vllm_package import VllmKernels
 from attnconform.conformance.backend import Domain, Forward, OneOf, Tensors
+from attnconform.conformance.bounds.numerics import Numerics
 from attnconform.conformance.views import ProblemView
 
 INDEX_STEP = 16  # the latent kernel's lists are filled up to a multiple of it
@@ -63,6 +65,9 @@ class VllmMiniMaxDecode(VllmMiniMax):
     """minimax_m3_sparse_attn_decode: a row is a request of its own; lists go over as they are, -1 included."""
 
     name = "vllm-m3-decode"
+
+    def numerics(self) -> dict[str, Numerics]:
+        return merged_in_parts(super().numerics())
 
     def attend(
         self, problem: ProblemView, q: Tensor, cache: Tensor, lists: Tensor, places: list[int], out: Tensor

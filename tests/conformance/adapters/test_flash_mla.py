@@ -4,12 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from attnconform.conformance.adapters import flash_mla
 from attnconform.conformance.adapters.flash_mla import FlashMla
+from attnconform.conformance.adapters.latent_keys import slot_lists
+from attnconform.conformance.adapters.reference_steps import StepsBackend
 from attnconform.conformance.backend import Unavailable
 from attnconform.conformance.cases.matrix import SMOKE_ROW, matrix_case
 from attnconform.conformance.judge.judge import judge_case, undeclared
+from attnconform.conformance.judge.trial import Trial
 from attnconform.conformance.judge.values import check_values
 
 ROW = SMOKE_ROW | {"dtype": "bfloat16", "phase": "chunk", "granularity": "token"}
@@ -81,3 +85,18 @@ def test_an_infinite_lse_of_an_empty_row_is_named(stand_in):
 def test_without_the_package_one_line_says_what_to_install():
     with pytest.raises(Unavailable, match=r"needs the package sgl-flash-mla: pip install 'attnconform\[flash-mla\]'"):
         FlashMla("cuda")
+
+
+def test_a_request_that_ended_lists_nothing():
+    case = matrix_case("forward", 3, ROW | {"listing": "shuffled", "sharing": "shared"})
+    candidates = case.structure.candidates
+    lists = [(-1, -1) if i < case.structure.seqlens_q[0] else row for i, row in enumerate(candidates.lists)]
+    ended = replace(
+        case.structure,
+        seqlens_kv=(0, *case.structure.seqlens_kv[1:]),
+        candidates=replace(candidates, lists=tuple(lists)),
+    )
+    view = Trial(replace(case, structure=ended), StepsBackend()).view
+    lists, rows = slot_lists(view, 0, 4), view.q_rows(0)
+    assert (lists[rows] == -1).all()
+    assert (lists[rows.stop :] >= 0).any(dim=2).all()

@@ -13,12 +13,15 @@ import torch
 from click.testing import CliRunner
 
 from attnconform.conformance.adapters import flashinfer_package, registry
+from attnconform.conformance.adapters.flashinfer_package import head_groups
 from attnconform.conformance.adapters.flashinfer_sparse import runs, tiles_of
 from attnconform.conformance.backend import Unavailable
 from attnconform.conformance.cases.matrix import SMOKE_ROW, matrix, matrix_case
 from attnconform.conformance.command_line import main
 from attnconform.conformance.judge.judge import FORWARD_CHECKS, judge_case, undeclared
 from attnconform.conformance.judge.lifecycle import check_allocations
+from attnconform.conformance.judge.trial import Trial
+from attnconform.reference.candidates import HOLE
 
 MODULES = ("flashinfer_decode", "flashinfer_prefill", "flashinfer_sparse", "flashinfer_cuda_merge")
 NAMES = [name for name, where in registry.BUNDLED.items() if where.partition(":")[0].rpartition(".")[2] in MODULES]
@@ -147,6 +150,19 @@ def test_a_block_index_equal_to_their_number_has_to_be_refused(stand_in, monkeyp
     case = next(c for c in matrix("L1") if "block-past-the-end" in c.id)
     case = msgspec.structs.replace(case, axes={}, structure=msgspec.structs.replace(case.structure, dtype="float16"))
     assert judge_case(case, backend_of("flashinfer-bsr-lists")).state == state
+
+
+def test_the_hole_of_an_empty_list_is_no_block(stand_in):
+    case = matrix_case("forward", 5, ROW | {"granularity": "block", "sharing": "shared", "empty": "first"})
+    backend = backend_of("flashinfer-bsr-lists")
+    view = Trial(case, backend).view
+    lists = view.spec.candidates
+    assert HOLE in lists.indices
+    for n in range(view.spec.batch_size):
+        for group in head_groups(view.spec):
+            tiles = backend.tiles(view, n, group)
+            assert HOLE not in tiles.indices
+            assert len(tiles.members) == len(tiles.indices) == tiles.indptr[-1]
 
 
 def test_tiles_and_runs_give_the_mask_back():
