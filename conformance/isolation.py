@@ -29,6 +29,11 @@ SPOILS: frozenset[State] = frozenset({"OOM"})  # what a backend still holds woul
 KERNEL_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
 
 
+def is_device_fault(error: BaseException | None) -> bool:
+    """Whether an error says that the device, or this process's context on it, is lost."""
+    return error is not None and DEVICE_FAULT.search(f"{type(error).__name__}: {error}") is not None
+
+
 def settled(result: CaseResult) -> CaseResult:
     """The result with OOM for memory that ran out, CRASH for a device fault, HANG and FAIL_protocol for programs.
 

@@ -20,6 +20,7 @@ from attnconform.conformance.cases.values import Values
 from attnconform.conformance.explain.answer import Answer, Make
 from attnconform.conformance.explain.check_calls import check_answers
 from attnconform.conformance.explain.structure_calls import record_structures
+from attnconform.conformance.isolation import is_device_fault
 from attnconform.conformance.judge.judge import CHECKS_OF, run_checks
 from attnconform.conformance.judge.membership import one_hot_values
 from attnconform.conformance.judge.refusal import corrupted_tensors
@@ -75,6 +76,13 @@ class Script:
                 yield answer
         except BackendCrash as crash:
             yield Answer(f"after {name}", {}, ("raised", type(crash.__cause__).__name__, crash.clause))
+            if is_device_fault(crash.__cause__):
+                return  # no call of this process is answered any more
+        except Exception as error:
+            if not is_device_fault(error):
+                raise
+            yield Answer(f"after {name}", {}, ("raised", type(error).__name__, "SAFE-PATH"))
+            return
         if self.case.operation in ("forward", "backward"):
             yield from self.checked(make)
 

@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 
 from attnconform.conformance.adapters.registry import load_backend
-from attnconform.conformance.backend import Capabilities
+from attnconform.conformance.backend import Backend, Capabilities
 from attnconform.conformance.bundles import RESULTS
 from attnconform.conformance.cases.matrix import matrix
 from attnconform.conformance.cases.structure import Case, decode_case, encode_case, is_own
@@ -178,12 +178,13 @@ def explain_case(console: Console, name: str, *, backend: str, device: str) -> i
         say(console, finding_text(finding))
     if is_spoilt(result):  # whatever is called next fails likewise, and would look like a smaller failing case
         say(console, f"the device answers no other call of this process: {case.id} is neither shrunk nor compared")
+        write_files(console, case, subject, backend, device)
         return 1
     cases = (*matrix("L1"), *own_cases("L1", "", subject.capabilities)) if is_own(case.id) else None
     explanation = explain(case, make, result, cases=cases)
     print_explanation(console, explanation)
-    if case.operation in WITH_NUMBERS:
-        write_files(console, explanation.small, make, backend, device)
+    if case.operation != "structure":
+        write_files(console, explanation.small, make(), backend, device)
     return 1
 
 
@@ -231,13 +232,13 @@ def print_matches(console: Console, matches: list[Match]) -> None:
         say(console, f"{broken}: {match.deviation.id} ({match.deviation.idea}){cases}")
 
 
-def write_files(console: Console, case: Case, make: Make, backend: str, device: str) -> None:
+def write_files(console: Console, case: Case, subject: Backend, backend: str, device: str) -> None:
     """The minimal case as JSON, and the script that reproduces it."""
     case_file, script = Path(f"{case.id}.json"), Path(f"reproduce_{case.id}.py")
     case_file.write_bytes(encode_case(case))
     again = f"judge it again: attnconform explain {case_file} -b {backend}"
     try:
-        write_reproducer(script, case, make(), backend=backend, device=device)
+        write_reproducer(script, case, subject, backend=backend, device=device)
     except Untold as untold:
         say(console, f"wrote {case_file}, and no script: {untold}; {again}")
         return

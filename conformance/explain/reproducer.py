@@ -1,4 +1,7 @@
-"""A single file that reproduces a failure: problem, inputs, right numbers, and attention in plain numpy."""
+"""A single file that reproduces a failure: problem, inputs, right numbers, and attention in plain numpy.
+
+Of a problem that must be refused: the problem, and what of it is out of range.
+"""
 
 from pathlib import Path
 
@@ -8,14 +11,18 @@ import numpy as np
 
 from attnconform.conformance.adapters.registry import load_backend
 from attnconform.conformance.backend import Backend
-from attnconform.conformance.cases.structure import Case, decode_case
+from attnconform.conformance.cases.structure import Case, build_problem, decode_case
 from attnconform.conformance.cases.values import Values
 from attnconform.conformance.explain.answer import Answer, Numbers
 from attnconform.conformance.explain.evidence import Script
 from attnconform.conformance.explain.rank import comparisons
 from attnconform.conformance.explain.telling import Telling, array_text, literal
+from attnconform.conformance.judge.judge import judge_case
 from attnconform.conformance.judge.trial import Trial
+from attnconform.conformance.report.text import finding_text
 from attnconform.reference.coordinates import FloatArray
+from attnconform.reference.errors import RefusedInput
+from attnconform.reference.steps import Steps
 
 COMPARED = ("first", "backward")  # calls whose numbers have a right answer in the script
 REPEATED = {"other poison": "first", "unselected": "first", "again": "first", "backward again": "backward"}
@@ -48,7 +55,29 @@ def reproducer_text(case: Case, subject: Backend, *, backend: str, device: str) 
         "backend": backend,
         "device": device,
     }
+    if case.operation == "refusal":
+        return environment.get_template("refuse.py.j2").render(names | refused_parts(case))
     return environment.get_template("reproduce.py.j2").render(names | parts(case, Trial(case, subject)))
+
+
+def refused_parts(case: Case) -> dict[str, object]:
+    """What the template of problems that must be refused is filled with. [SAFE-REFUSE]"""
+    assert case.refuses is not None
+    return {
+        "s": case.structure,
+        "lists": case.structure.candidates,
+        "clause": case.refuses,
+        "why": reason_to_refuse(case) or "its arrays do not fit one another",
+    }
+
+
+def reason_to_refuse(case: Case) -> str:
+    """What the reference says against a problem; empty where only its tensors are wrong."""
+    try:
+        Steps().refuse(build_problem(case.structure))
+    except RefusedInput as refused:
+        return str(refused).removesuffix(f" [{refused.clause}]")
+    return ""
 
 
 def parts(case: Case, trial: Trial) -> dict[str, object]:
@@ -99,6 +128,12 @@ def expected(trial: Trial) -> tuple[Numbers, Numbers]:
         right = {"out": trial.oracle.out, "lse": trial.oracle.lse}
         return right, {name: np.zeros_like(array) for name, array in right.items()}
     return {c.name: c.want for c in told}, {c.name: c.worst for c in told}
+
+
+def judge_alone(case_json: str, backend: str, device: str) -> list[str]:
+    """What is wrong with a backend's answer to a case, a line each."""
+    case = decode_case(case_json.encode(), "CASE")
+    return [finding_text(finding) for finding in judge_case(case, load_backend(backend, device)).findings]
 
 
 def call_adapter(

@@ -36,6 +36,7 @@ class PackageFinding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     expected: str
     documented: str  # where the package's own documentation speaks of it
     known: str  # id of a known fault, or empty: new
+    reproduced: str = ""  # where the script of its case, alone in a process, has shown it again
 
 
 class NotRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

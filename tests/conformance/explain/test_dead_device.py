@@ -1,15 +1,21 @@
 """A case that leaves the device unusable is told as it is: in that process every smaller case would fail as well."""
 
 import io
+import runpy
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
+import torch
 from rich.console import Console
 
 from attnconform.conformance.adapters.reference_steps import StepsBackend
 from attnconform.conformance.backend import Forward, Tensors
 from attnconform.conformance.cases.matrix import matrix
 from attnconform.conformance.explain import explain as explaining
+from attnconform.conformance.explain import reproducer as reproducing
+from attnconform.conformance.explain.reproducer import write_reproducer
 from attnconform.conformance.views import ProblemView
 
 
@@ -29,5 +35,43 @@ def test_a_case_that_ends_the_context_is_neither_shrunk_nor_compared(
     console = Console(file=written, width=200)
     assert explaining.explain_case(console, case.id, backend="misaligned", device="cpu") == 1
     assert "misaligned address" in written.getvalue()
-    assert written.getvalue().endswith("is neither shrunk nor compared\n")
-    assert not list(tmp_path.iterdir())
+    assert "is neither shrunk nor compared" in written.getvalue()
+    assert {path.name for path in tmp_path.iterdir()} == {f"{case.id}.json", f"reproduce_{case.id}.py"}
+
+
+class MisalignedLater(StepsBackend):
+    """Likewise, which only a later synchronization shows: reading the output."""
+
+    calls = 0
+
+    def forward(self, problem: ProblemView, tensors: Tensors) -> Forward:
+        MisalignedLater.calls += 1
+        result = super().forward(problem, tensors)
+        return replace(result, out=cast(torch.Tensor, Unreadable(result.out)))
+
+
+class Unreadable:
+    """An output that a device fault keeps from being read."""
+
+    def __init__(self, out: torch.Tensor) -> None:
+        self.dtype, self.shape = out.dtype, out.shape
+
+    def detach(self) -> torch.Tensor:
+        raise RuntimeError("CUDA error: misaligned address")
+
+
+@pytest.mark.parametrize(("backend", "kind"), [(Misaligned, "RuntimeError"), (MisalignedLater, "RuntimeError")])
+def test_its_single_file_is_written_and_calls_nothing_after_the_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], backend: type, kind: str
+) -> None:
+    case, path = matrix("L0")[0], tmp_path / "reproduce.py"
+    write_reproducer(path, case, backend(), backend="misaligned", device="cpu")
+    monkeypatch.setattr(reproducing, "load_backend", lambda name, device: backend(device))
+    MisalignedLater.calls = 0
+    names = runpy.run_path(str(path))
+    assert names["main"]() == 1
+    said = capsys.readouterr().out
+    assert f"after first: the backend raised {kind}" in said
+    assert said.endswith("reproduced\n")
+    assert MisalignedLater.calls <= 1
+    assert max(abs(names["attention"]()["out"] - names["WANT"]["out"]).ravel()) < 1e-9
