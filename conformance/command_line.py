@@ -439,6 +439,8 @@ def fixtures_write(folder: Path) -> None:
             "backward",
             "backward-tuning",
             "training",
+            "tiers",
+            "starts",
             "sweep",
             "targets",
         ]

@@ -139,7 +139,7 @@ def choose_blocks(shape: BlockSparseShape, device: str) -> torch.Tensor:
     return score.argsort(-1).argsort(-1) < wanted
 
 
-def block_plan(work: BlockSparseWork) -> Any:
+def block_plan(work: BlockSparseWork, **hints: Any) -> Any:
     """The bundled plan of the lists; of a causal prompt, with the rule that its own blocks need."""
     from attnconform.kernels import sparse_attention
     from attnconform.kernels.sparse_attention import rules
@@ -167,4 +167,5 @@ def block_plan(work: BlockSparseWork) -> Any:
             indptr=torch.cat([work.counts.new_zeros(1), work.counts.cumsum(0)]).int(),
             indices=work.chosen.nonzero()[:, 1].int(),
         ),
+        **hints,
     )

@@ -83,6 +83,11 @@ class TierRun:
             page_table=work.page_table, indptr=work.indptr, indices=work.indices,
         )  # fmt: skip
 
+    def launched(self, work: DecodeWork) -> None:
+        """The same, launch by launch, as on tensors that no graph was captured for."""
+        self.index(work)
+        self.attend(work)
+
     @property
     def reserved_bytes(self) -> int:
         """All that the tier holds, for lists of its full capacity."""

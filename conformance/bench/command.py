@@ -18,6 +18,7 @@ from attnconform.conformance.bench.backward_tuning import SUITE as TUNING
 from attnconform.conformance.bench.backward_tuning import lines as tuning_lines
 from attnconform.conformance.bench.backward_tuning import tuning_rows
 from attnconform.conformance.bench.block_mask import block_mask_rows
+from attnconform.conformance.bench.cold_starts import ColdStart, cold_starts
 from attnconform.conformance.bench.counters import Counters, collect
 from attnconform.conformance.bench.decode import decode_rows, shapes
 from attnconform.conformance.bench.index import index_rows
@@ -33,10 +34,17 @@ from attnconform.conformance.bench.machine import (
 from attnconform.conformance.bench.nsa import nsa_rows
 from attnconform.conformance.bench.nsa_work import shapes as nsa_shapes
 from attnconform.conformance.bench.options import BenchOptions
+from attnconform.conformance.bench.outgrown import tier_rows
 from attnconform.conformance.bench.prefill import prefill_rows
 from attnconform.conformance.bench.prefill_work import works
 from attnconform.conformance.bench.quant import quant_rows
-from attnconform.conformance.bench.report_text import line_of, line_of_point, line_of_run, print_report
+from attnconform.conformance.bench.report_text import (
+    line_of,
+    line_of_point,
+    line_of_run,
+    line_of_start,
+    print_report,
+)
 from attnconform.conformance.bench.row import CHUNK, BenchReport, BenchRow, LineRun, Phase, SweepPoint, Target, Weighted
 from attnconform.conformance.bench.sweep import sweep_points
 from attnconform.conformance.bench.targets import Line, chosen_lines, judged, missed, target_rows
@@ -58,8 +66,9 @@ SUITES: dict[str, Callable[[Machine, BenchOptions], Iterator[BenchRow]]] = {
     "backward": backward_rows,
     TUNING: tuning_rows,
     "training": training_rows,
+    "tiers": tier_rows,
 }
-SWEEP, TARGETS = "sweep", "targets"
+SWEEP, TARGETS, STARTS = "sweep", "targets", "starts"
 LINES: dict[str, Callable[[Machine], Iterator[Line]]] = {TARGETS: target_lines, TUNING: tuning_lines}
 PEERS_OF = {
     "seed64k": ("flashinfer", "flex", "sdpa", "dense-mask"),
@@ -133,8 +142,8 @@ def bench_command(
 def check_choices(suites: tuple[str, ...], backend: str, peer: str | None) -> None:
     """Refuses a suite that there is not, and a peer or a backend that a suite does not have."""
     for suite in suites:
-        if suite not in (*SUITES, SWEEP, TARGETS):
-            raise ValueError(f"suite is {suite}, but must be one of {', '.join((*SUITES, SWEEP, TARGETS))}")
+        if suite not in (*SUITES, SWEEP, TARGETS, STARTS):
+            raise ValueError(f"suite is {suite}, but must be one of {', '.join((*SUITES, SWEEP, TARGETS, STARTS))}")
     if peer is not None and not any(peer in PEERS_OF.get(suite, ()) for suite in suites):
         known = "; ".join(f"{suite}: {', '.join(PEERS_OF.get(suite, ())) or 'none'}" for suite in suites)
         raise ValueError(f"peer is {peer}, but the suites have {known}")
@@ -191,6 +200,7 @@ def run(console: Console, request: Request) -> BenchReport:
         weighted=weighted_by(found.sweep, request.trace),
         targets=found.targets,
         lines=found.lines,
+        starts=found.starts,
         notes=found.notes,
     )
 
@@ -204,6 +214,7 @@ class Found:
     sweep: list[SweepPoint] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
     lines: list[LineRun] = field(default_factory=list)
+    starts: list[ColdStart] = field(default_factory=list)
     ceilings: Ceilings | None = None
 
 
@@ -221,6 +232,10 @@ def run_suite(
         for point in sweep_points(machine, found.notes):
             found.sweep.append(point)
             print_line(console, line_of_point(point))
+    elif suite == STARTS:
+        for start in cold_starts(machine):
+            found.starts.append(start)
+            print_line(console, line_of_start(start))
     elif suite == TARGETS:
         for line in chosen_lines(list(target_lines(machine)), request.lines):
             run_line(console, line, machine, options, ceilings, found)

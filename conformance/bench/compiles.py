@@ -4,6 +4,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -12,11 +13,20 @@ import torch
 KERNELS = "attnconform.kernels"
 
 
+@dataclass(frozen=True)
+class Compilation:
+    """One specialization of a kernel, made by Triton."""
+
+    kernel: str
+    seconds: float  # from its source to machine code in the cache folder
+
+
 class CompileLog:
-    """Counts Triton's compilations and cache hits in this process, and Dynamo's graphs."""
+    """Triton's compilations and cache hits in this process, and Dynamo's graphs."""
 
     def __init__(self) -> None:
-        self.compiled, self.loaded = 0, 0
+        self.compilations: list[Compilation] = []
+        self.loaded = 0
 
     @classmethod
     def listening(cls, device: str) -> "CompileLog":
@@ -28,12 +38,16 @@ class CompileLog:
             triton.knobs.compilation.listener = log.hear
         return log
 
-    def hear(self, *, cache_hit: bool, **_: object) -> None:
+    def hear(self, *, metadata: dict[str, Any], times: Any, cache_hit: bool, **_: object) -> None:
         """What Triton calls after each kernel that it compiled or found in its cache folder."""
         if cache_hit:
             self.loaded += 1
         else:
-            self.compiled += 1
+            self.compilations.append(Compilation(metadata["name"], 1e-6 * times.total))
+
+    @property
+    def compiled(self) -> int:
+        return len(self.compilations)
 
     @property
     def total(self) -> int:

@@ -10,7 +10,15 @@ from dataclasses import replace
 from msgspec.structs import replace as replaced
 
 from attnconform.conformance.bench.blocks import Block, Taken, blocks
-from attnconform.conformance.bench.decode_stages import Batch, Told, figures_of, tell, time_stages
+from attnconform.conformance.bench.decode_stages import (
+    CANDIDATES,
+    LAUNCHED,
+    Batch,
+    Told,
+    figures_of,
+    tell,
+    time_stages,
+)
 from attnconform.conformance.bench.decode_work import (
     TINY,
     DecodeShape,
@@ -34,7 +42,11 @@ from attnconform.traces import Trace
 
 BATCHES = (1, 8, 64)
 TRACE_BATCH, TRACE_SETS = 8, 4
-PEER_STAGES = ("attention", "attention of a tier", "index", "one-off plan", "from candidates")
+TIER_STAGES = ("attention of a tier", "index", CANDIDATES, LAUNCHED, "end to end")
+PEER_STAGES = {  # ours -> the peer's
+    **{stage: stage for stage in ("attention", "attention of a tier", "index", "one-off plan", CANDIDATES)},
+    LAUNCHED: CANDIDATES,
+}
 PEERS: dict[str, Callable[[list[DecodeWork], Machine], PeerRun]] = {
     "flashinfer": flashinfer_run,
     "flex": flex_decode,
@@ -114,12 +126,12 @@ def rows_of(
             stage=stage,
             ours=taken.timing,
             figures=replaced(figures_of(stage, told.figures), recompiles=taken.recompiles),
-            peer=peers.get(stage, peers.get("")) if stage in PEER_STAGES else None,
+            peer=peers.get(PEER_STAGES[stage], peers.get("")) if stage in PEER_STAGES else None,
             dense=told.dense if is_attention else None,
             rate=told.rate,
             error=told.error if is_attention else None,
             poisoned_error=told.poisoned_error if is_attention else None,
-            path=told.tier_path if "tier" in stage else told.run_path,
+            path=told.tier_path if stage in TIER_STAGES else told.run_path,
             sets=told.num_sets,
             starts=told.starts if is_plain else None,
             tuned=told.tuned if is_plain else None,

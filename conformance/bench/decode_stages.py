@@ -21,6 +21,7 @@ from attnconform.conformance.bench.selector import Selector
 from attnconform.conformance.bench.timing import Call, Samples, Timing, measure
 
 LONG_STAGES, SHORT = ("attention", "attention of a tier"), 0.2  # seconds of a timing of any other stage
+CANDIDATES, LAUNCHED = "from candidates", "from candidates, launched"  # one graph, and launch by launch
 SELECTING = ("route", "top-k", "end to end")
 
 
@@ -69,7 +70,8 @@ def planning_stages(sets: list[DecodeWork], tier: TierRun) -> Iterator[tuple[str
     # a tier holds one set's lists: its rows all read them, and only queries rotate
     yield "attention of a tier", each(tier.attend)
     yield "index", each(tier.index)
-    yield "from candidates", each(tier.from_candidates)
+    yield CANDIDATES, each(tier.from_candidates)
+    yield LAUNCHED, each(tier.launched)
     yield "one-off plan", each(our_plan)
 
 

@@ -102,7 +102,7 @@ def draw_blocks(shape: NsaShape, device: str) -> torch.Tensor:
     return torch.where(chosen < none, chosen, -1).int()
 
 
-def nsa_plan(work: NsaWork) -> Any:
+def nsa_plan(work: NsaWork, **hints: Any) -> Any:
     """Lists per row and KV head, and the causal rule for the row's own block."""
     from attnconform.kernels import sparse_attention
     from attnconform.kernels.sparse_attention import rules
@@ -131,4 +131,5 @@ def nsa_plan(work: NsaWork) -> Any:
             indptr=torch.arange(0, (lists + 1) * width, width, device=device, dtype=torch.int32),
             indices=work.blocks.reshape(-1),
         ),
+        **hints,
     )

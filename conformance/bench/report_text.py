@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
+from attnconform.conformance.bench.cold_starts import MOST_SECONDS, ColdStart
 from attnconform.conformance.bench.figure_text import figure_lines, tail_lines
 from attnconform.conformance.bench.machine import Environment
 from attnconform.conformance.bench.reuse import reuse_lines
@@ -12,7 +13,7 @@ from attnconform.conformance.bench.row import BenchReport, BenchRow, LineRun, Sw
 from attnconform.conformance.bench.sweep import crossing_text
 
 FILE_WIDTH = 200  # of a table that is written to a file
-LEFT = ("work", "stage", "clock", "peer", "target", "met")
+LEFT = ("work", "stage", "clock", "peer", "target", "met", "kernel")
 COLUMNS = (
     "work", "stage", "clock", "us", "±", "P95", "P99", "other us", "peer", "us ", "ratio", "in blocks", "roof",
     "error",
@@ -43,12 +44,22 @@ def line_of_run(run: LineRun) -> str:
     return f"  {run.name}: {run.state}{warm}{timed}{beside}{told}{f': {run.note}' if run.note else ''}"
 
 
+def line_of_start(start: ColdStart) -> str:
+    """A cold start while the suite runs."""
+    if start.error:
+        return f"{start.work}: {start.error}"
+    again = ", ".join(f"{what}: {count}" for what, count in start.changed.items())
+    return f"{start.work}: first call {start.first:.2f} s, warm {start.warm:.4f} s, compiled for other {again}"
+
+
 def print_report(console: Console, report: BenchReport) -> None:
     """Where it ran, times, what they are made of, what was reached, and where the curves cross."""
     if report.rows:
         print_table(console, table_of(report))
     if report.targets:
         print_table(console, target_table(report.targets))
+    if report.starts:
+        print_table(console, start_table(report.starts))
     for line in report_lines(report):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     for note in report.notes:
@@ -76,6 +87,8 @@ def report_lines(report: BenchReport) -> Iterator[str]:
         yield target_summary(report.targets)
     if report.lines:
         yield lines_summary(report.lines)
+    if report.starts:
+        yield start_summary(report.starts)
     if report.sweep:
         yield crossing_text(report.sweep)
     for weighted in report.weighted:
@@ -145,6 +158,56 @@ def met_text(t: Target) -> str:
     if t.is_met is None:
         return f"not measured: {t.note}" if t.got is None else "times mean nothing"
     return ("yes" if t.is_met else "no") + (f", {t.note}" if t.note else "")
+
+
+def start_table(starts: list[ColdStart]) -> Table:
+    """Every kernel that a work's first call compiles; beside the first, the call, and what changes compiled again."""
+    title = "cold starts: an empty cache folder, a process for every work"
+    columns = (
+        "work",
+        "kernel",
+        "compiled",
+        "longest s",
+        "all s",
+        "first call s",
+        "warm s",
+        "again",
+        "other code",
+        "met",
+    )
+    table = new_table(title, columns)
+    for start in starts:
+        call = (f"{start.first:.2f}", f"{start.warm:.4f}") if start.first is not None else ("-", "-")
+        other = "" if start.other_code is None else str(start.other_code)
+        of_call = (*call, str(start.recompiled), other, start_met(start))
+        table.add_row(start.work, *kernel_cells(start, 0), *of_call)
+        for number in range(1, len(start.kernels)):
+            table.add_row("", *kernel_cells(start, number), *[""] * len(of_call))
+    return table
+
+
+def start_met(start: ColdStart) -> str:
+    if not start.kernels:
+        return start.error or "nothing compiled"
+    return "yes" if start.is_met else "no"
+
+
+def kernel_cells(start: ColdStart, number: int) -> tuple[str, str, str, str]:
+    if not start.kernels:
+        return ("none", "0", "-", "-")
+    kernel = start.kernels[number]
+    return (kernel.kernel, str(kernel.specializations), f"{kernel.longest:.2f}", f"{kernel.total:.2f}")
+
+
+def start_summary(starts: list[ColdStart]) -> str:
+    """Over all works: how long a kernel takes at most, and whether numbers alone ever compile."""
+    kernels = {kernel.kernel: kernel for start in starts for kernel in start.kernels}
+    longest = max((kernel.longest for start in starts for kernel in start.kernels), default=0.0)
+    return (
+        f"cold starts: {len(kernels)} kernels, {sum(start.is_met for start in starts)} of {len(starts)} works met; the "
+        f"longest compilation took {longest:.2f} s of {MOST_SECONDS:g} s; changed numbers compiled "
+        f"{sum(start.recompiled for start in starts)} kernels again"
+    )
 
 
 def target_summary(targets: list[Target]) -> str:

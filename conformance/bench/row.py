@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from attnconform.conformance.bench.autotuning import Tuned
+from attnconform.conformance.bench.cold_starts import ColdStart
 from attnconform.conformance.bench.compiles import Starts
 from attnconform.conformance.bench.figures import Figures
 from attnconform.conformance.bench.machine import Environment
@@ -205,4 +206,5 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     weighted: list[Weighted] = []
     targets: list[Target] = []
     lines: list[LineRun] = []
+    starts: list[ColdStart] = []
     notes: list[str] = []

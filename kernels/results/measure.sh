@@ -8,7 +8,7 @@
 set -u
 out=${1:-$(dirname "$0")}
 shift
-steps=${*:-seed64k again prefill sweep quant index backward nsa diagnose}
+steps=${*:-seed64k again prefill sweep quant index tiers backward nsa starts diagnose}
 [ "$steps" = all-targets ] && steps="lines acceptance tuning training"
 mkdir -p "$out"
 bounded() { # name, seconds until it is ended, module and arguments
@@ -37,6 +37,8 @@ for step in $steps; do
     prefill) suite prefill 80 --peer flex ;;
     sweep) suite sweep 110 --plot "$out/h200-sweep.png" ;;
     quant) suite quant 40 ;;
+    tiers) suite tiers 45 ;;
+    starts) suite starts 240 ;;
     index) bench index 45 --suite index --json "$out/h200-index.json" ;;
     backward) suite backward 120 --peer flex ;;
     nsa) suite nsa 60 --peer fla ;;

@@ -44,6 +44,13 @@ def test_a_step_has_its_stages_apart_and_together(decode_rows):
     assert wanted <= decode_rows.keys()
 
 
+def test_a_step_launch_by_launch_stands_beside_the_same_peer_as_its_graph(decode_rows):
+    graph, launched = (decode_rows[stage] for stage in ("from candidates", "from candidates, launched"))
+    assert launched.peer.timing == graph.peer.timing is not None
+    assert launched.path == graph.path == decode_rows["attention of a tier"].path
+    assert launched.clock == "host"
+
+
 def test_the_attention_that_was_timed_is_right_and_reads_only_its_lists(decode_rows):
     row = decode_rows["attention"]
     assert row.error <= ERROR_BOUND
