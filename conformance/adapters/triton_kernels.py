@@ -261,7 +261,7 @@ class TritonUnion(TritonKernels):
 
 
 class TritonHopper(TritonKernels):
-    """The same plans, their forward by TMA and wgmma even where a tile has few rows.
+    """The same plans, their forward by TMA and wgmma even where a tile has few rows, or rows have lists of their own.
 
     Lists with slopes, and caches whose pages lie apart by no whole number of tokens, are left to the other kernel, as a
     plan leaves them; the path of a run says so.
@@ -279,7 +279,8 @@ class TritonHopper(TritonKernels):
             raise Unavailable(f"{self.name} is a kernel of the GPU: {missing}")
         self.choice = Choice(forward="hopper")
         numerics = {
-            dtype: replace(declared, min_tile=64, denominator_tile=128)
+            # rows of a union tile may have one block each of a tile of 64 keys
+            dtype: replace(declared, min_tile=16, denominator_tile=128)
             for dtype, declared in declared_numerics(interpreted=False).items()
             if dtype != "float32"
         }
@@ -300,7 +301,8 @@ class TritonHopper(TritonKernels):
 
     def run(self, handle: Any, tensors: Tensors) -> Forward:
         done = super().run(handle, tensors)
-        is_there = all("hopper" in launch.prepared for launch in handle.launches)
+        launches = handle.launches if handle.union is None else (handle.union,)
+        is_there = all("hopper" in launch.prepared for launch in launches)
         return dataclasses.replace(done, path=self.name if is_there else done.path)
 
 

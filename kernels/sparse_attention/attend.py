@@ -73,6 +73,12 @@ def attend_kernel(
     full_end = tl.load(task_ptr + 9)
     partial = tl.load(task_ptr + 10).to(tl.int64)
     kv_end = tl.where(q_count > 0, kv_end, kv_start)
+    if tickets_ptr is not None:
+        # asked for here: at the end of a short task nothing hides the wait
+        merge = tl.load(task_ptr + 11)
+        merge_ptr = merges_ptr + tl.maximum(merge, 0).to(tl.int64) * MERGE_WIDTH
+        merge_rows = tl.load(merge_ptr + 1, mask=partial >= 0, other=0)
+        num_partials = tl.load(merge_ptr + 5, mask=partial >= 0, other=0)
 
     lane_m = tl.arange(0, TILE_M)
     rows = q_start + lane_m // HEADS
@@ -161,9 +167,10 @@ def attend_kernel(
         )  # fmt: skip
         if tickets_ptr is not None:
             merge_when_last(
-                tl.load(task_ptr + 11), tickets_ptr, merges_ptr, partial_acc_ptr, partial_max_ptr, partial_sum_ptr,
+                merge_rows, num_partials, merge_ptr, tickets_ptr + merge,
+                partial_acc_ptr, partial_max_ptr, partial_sum_ptr,
                 sink_logits_ptr, generations_ptr, batch_size, out_ptr, lse_ptr, out_strides, lse_strides,
-                MERGE_WIDTH, TILE_M, HEADS, HEAD_DIM_VO, PADDED_VO if REST_VO == 0 else 2 * PADDED_VO, HAS_SINK,
+                TILE_M, HEADS, HEAD_DIM_VO, PADDED_VO if REST_VO == 0 else 2 * PADDED_VO, HAS_SINK,
                 MERGE_LANES, MERGE_SPLITS,
             )  # fmt: skip
     else:

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnconform.kernels.sparse_attention.backward_edges import load_vectors, place_rows
+from attnconform.kernels.sparse_attention.backward_edges import load_vectors
 from attnconform.kernels.sparse_attention.backward_hints import BackwardHints, Mode
 from attnconform.kernels.sparse_attention.backward_keys import launch_key_gradients, launch_part_sums
 from attnconform.kernels.sparse_attention.backward_plan import BackwardPlan, Buffers, allocate_buffers, plan_backward
@@ -52,7 +52,7 @@ from attnconform.kernels.sparse_attention.plan import Plan
 
 __all__ = ["BackwardHints", "BackwardPlan", "Gradients", "backward", "backward_stages", "plan_backward"]
 
-TILE_ROWS = 16
+TILE_ROWS = 32
 
 
 class Gradients(NamedTuple):
@@ -195,6 +195,11 @@ def _launch_keys(
 
         if launch_hopper_keys(plan, keys, inputs, dk, dv, parts, work.hopper_keys):
             return
+    if work.hopper_rows is not None:
+        from attnconform.kernels.sparse_attention.hopper_backward import launch_hopper_rows
+
+        if launch_hopper_rows(plan, keys, inputs, dk, dv, parts, work.hopper_rows):
+            return
     launch_key_gradients(plan, keys, inputs, dk, dv, parts)
 
 
@@ -213,35 +218,36 @@ def _compute_dsink(
 def prepare_rows(buffers: Buffers, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> None:
     """Writes lse in base 2, +inf where a row has no key, and delta = dout.out - dlse."""
     if lse.numel():
-        row_kernel[(triton.cdiv(lse.numel(), TILE_ROWS),)](
+        num_kv_heads, total_q, group_size = buffers.delta.shape
+        row_kernel[(triton.cdiv(total_q * group_size, TILE_ROWS), num_kv_heads)](
             out, lse, dout, dlse, buffers.lse_log2, buffers.delta,
             out.stride(), lse.stride(), dout.stride(), None if dlse is None else dlse.stride(),
-            out.shape[0], out.shape[1],
+            total_q,
             TILE_ROWS=TILE_ROWS,
-            GROUP=buffers.delta.shape[2],
+            GROUP=group_size,
             HEAD_DIM=out.shape[2],
             PADDED_DIM=padded_dim(out.shape[2]),
             num_warps=4,
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total_q"])
 def row_kernel(
     out_ptr, lse_ptr, dout_ptr, dlse_ptr, lse_log2_ptr, delta_ptr,
-    out_strides, lse_strides, dout_strides, dlse_strides, total_q, num_qo_heads,
+    out_strides, lse_strides, dout_strides, dlse_strides, total_q,
     TILE_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
-    """lse and delta of TILE_ROWS rows times heads."""
-    unit = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    row = unit // num_qo_heads
-    head = unit % num_qo_heads
+    """lse and delta of TILE_ROWS rows times heads of one group, in the order that place_rows gives them."""
+    unit = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)  # below 2^31 in any memory
+    row = (unit // GROUP).to(tl.int64)
+    head = (tl.program_id(1) * GROUP + unit % GROUP).to(tl.int64)
     is_row = row < total_q
     lse = tl.load(lse_ptr + row * lse_strides[0] + head * lse_strides[1], mask=is_row, other=0.0)
     has_key = is_row & (lse > float("-inf"))
-    place = place_rows(row, head, total_q, GROUP)
+    place = tl.program_id(1).to(tl.int64) * total_q * GROUP + unit
     tl.store(lse_log2_ptr + place, tl.where(has_key, lse * LOG2_E, float("inf")), mask=is_row)
     out_starts = row * out_strides[0] + head * out_strides[1]
     dout_starts = row * dout_strides[0] + head * dout_strides[1]

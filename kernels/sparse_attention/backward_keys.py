@@ -99,7 +99,7 @@ def launch_part_sums(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "total_q", "num_qo_heads"])
 def key_gradient_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_log2_ptr, delta_ptr, dk_ptr, dv_ptr, partial_dk_ptr, partial_dv_ptr,
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,

@@ -26,6 +26,7 @@ from attnconform.kernels.sparse_attention.backward_transpose import (
 )
 from attnconform.kernels.sparse_attention.errors import PlanError
 from attnconform.kernels.sparse_attention.hopper_backward_choice import HopperKeys, HopperQueries, choose_hopper
+from attnconform.kernels.sparse_attention.hopper_backward_rows_choice import HopperRows
 from attnconform.kernels.sparse_attention.plan import Plan
 
 Shape = tuple[int, ...]
@@ -40,7 +41,8 @@ class BackwardPlan:
     keys: TransposedPlan | None  # None where no page is gathered
     cold: ColdPages | None  # None where no page is added to
     hopper_queries: HopperQueries | None  # None where backward_query's kernel runs
-    hopper_keys: HopperKeys | None  # None where backward_keys' does
+    hopper_keys: HopperKeys | None  # None where backward_keys' does, or that of rows
+    hopper_rows: HopperRows | None  # None where lists are not per token
     workspace: dict[str, tuple[Shape, ...]]  # float32 buffers of a call, by what they are for
 
     @property
@@ -81,7 +83,7 @@ def plan_backward(plan: Plan, hints: BackwardHints | None = None) -> BackwardPla
 
 
 def _refuse_tier(plan: Plan) -> None:
-    if plan.list_members is not None and plan.list_members.shape != plan.list_positions.shape:
+    if plan.list_members is not None and plan.list_members.shape != plan.list_slots.shape:
         raise PlanError("PLAN", "plan", "of a tier", "a backward needs lists that stay: make them with plan(...)")
 
 

@@ -157,7 +157,7 @@ def launch_rounding(plan: Plan, cold: ColdPages, sums: ColdSums, dk: Tensor, dv:
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "total_q", "num_qo_heads", "max_pages", "num_pages"])
 def query_gradient_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_log2_ptr, delta_ptr, dq_ptr, cold_dk_ptr, cold_dv_ptr, partial_dq_ptr,
     q_strides, k_strides, v_strides, dout_strides, dq_strides,
@@ -357,8 +357,8 @@ def find_keys(
     is_key = key < limit
     if HAS_LISTS:
         kv_idx = tl.load(list_positions_ptr + key, mask=is_key, other=0)
-        page = ids // PAGE_SIZE
-        offset = ids % PAGE_SIZE
+        page = (ids // PAGE_SIZE).to(tl.int64)
+        offset = (ids % PAGE_SIZE).to(tl.int64)
     else:
         kv_idx = key
         page = ids.to(tl.int64)

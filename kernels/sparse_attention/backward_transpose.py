@@ -183,7 +183,7 @@ def list_entries(plan: Plan) -> ListEntries:
     entry_list, _ = enumerate_runs(plan.list_indptr.long().diff())
     code = torch.where(plan.list_members, plan.list_positions, -2 - plan.list_positions)
     q_start, q_count = blocks.q_start[block], blocks.q_count[block]
-    return ListEntries(entry_list, plan.list_slots, code, kv_head, head_start, q_start, q_count, num_slots)
+    return ListEntries(entry_list, plan.list_slots.long(), code, kv_head, head_start, q_start, q_count, num_slots)
 
 
 def entries_of_pages(plan: Plan, entries: ListEntries, is_hot: Tensor) -> ListEntries:

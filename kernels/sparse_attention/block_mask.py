@@ -212,13 +212,15 @@ def _from_elements(rule: BlockRule, extent: Extent, num_heads: int, request: int
 
 
 def _collect(states: Tensor, extent: Extent) -> BlockMask:
-    """The block mask of (num_heads, num_q_blocks, num_kv_blocks) states, of any strides."""
+    """The block mask of (num_heads, num_q_blocks, num_kv_blocks) states.
+
+    Transposed ones are copied: their strides would be compiled in, by what they are multiples of. [PLAN-VALUES]
+    """
     mask = _empty_mask(extent, states.shape[0], states.device)
     if states.numel():
         collect_kernel[(states.shape[0] * states.shape[1],)](
-            *_tables(mask), states, states.stride(), extent.num_q_blocks, extent.num_kv_blocks,
-            STEP=BLOCK_COLUMNS,
-        )  # fmt: skip
+            *_tables(mask), states.contiguous(), extent.num_kv_blocks, STEP=BLOCK_COLUMNS
+        )
     return mask
 
 

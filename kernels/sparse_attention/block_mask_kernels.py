@@ -130,22 +130,22 @@ def count_by_block(is_it, COLUMNS: tl.constexpr, TILE_KV: tl.constexpr):  # [PAD
     return tl.sum(tl.reshape(by_column, [COLUMNS, TILE_KV]), axis=1)
 
 
-@triton.jit(do_not_specialize=["num_q_blocks", "num_kv_blocks"])
+@triton.jit(do_not_specialize=["num_kv_blocks"])
 def collect_kernel(
     full_counts_ptr, full_indices_ptr, partial_counts_ptr, partial_indices_ptr,
-    states_ptr, strides, num_q_blocks, num_kv_blocks,
+    states_ptr, num_kv_blocks,
     STEP: tl.constexpr,
 ):  # fmt: skip
     """Lists of one block row from the states of its blocks. [BLOCK-EXCLUSIVE]"""
     row = tl.program_id(0).to(tl.int64)
-    states_ptr += row // num_q_blocks * strides[0] + row % num_q_blocks * strides[1]
+    states_ptr += row * num_kv_blocks
     full_indices_ptr += row * num_kv_blocks
     partial_indices_ptr += row * num_kv_blocks
     num_full = tl.zeros([1], tl.int32)
     num_partial = tl.zeros([1], tl.int32)
     for start in range(0, num_kv_blocks, STEP):
         column = start + tl.arange(0, STEP)
-        state = tl.load(states_ptr + column * strides[2], mask=column < num_kv_blocks, other=EMPTY)
+        state = tl.load(states_ptr + column, mask=column < num_kv_blocks, other=EMPTY)
         num_full = append(full_indices_ptr, num_full, column, state == FULL)
         num_partial = append(partial_indices_ptr, num_partial, column, state == PARTIAL)
     one = tl.arange(0, 1)

@@ -118,6 +118,11 @@ def build_lists(
     return CanonicalLists(torch.searchsorted(keys, bounds).int(), positions.int(), slots, members, keys)
 
 
+def slot_dtype(num_pages: int, page_size: int) -> torch.dtype:
+    """What a list holds slots as; half as many bytes are read beside K and V where the pool is small. [COORD-WIDE]"""
+    return torch.int32 if num_pages * page_size <= torch.iinfo(torch.int32).max else torch.int64
+
+
 def order_by_slot(lists: CanonicalLists, starts: Tensor, ends: Tensor, lists_per_row: int) -> CanonicalLists:
     """The same lists by slot, for rows with lists of their own: neighbouring reads, and no other answer. [SET-ORDER]
 
@@ -183,6 +188,8 @@ def _dynamic_keys(candidates: CandidateLists, length: Tensor) -> Tensor:
     owner, indices = block_keys >> POSITION_BITS, block_keys & ((1 << POSITION_BITS) - 1)
     positions = indices[:, None] * candidates.block_size + offset
     keys = (owner << POSITION_BITS)[:, None] | positions
+    if bool((positions[:, -1] < length[owner]).all()):  # no block hangs over the end: nothing is left out
+        return keys.flatten()
     return keys[positions < length[owner][:, None]]
 
 
@@ -193,7 +200,11 @@ def _range_keys(start: Tensor, past: Tensor) -> Tensor:
 
 
 def _unique_keys(parts: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
-    """Distinct keys ascending, and whether any part of rank 0 holds the key."""
+    """Distinct keys ascending, and whether any part of rank 0 holds the key. Every part has its own so already."""
+    filled = [(keys, rank) for keys, rank in parts if keys.numel()]
+    if len(filled) == 1:  # nothing to merge: a sort of all tokens would take most of the time of a long plan
+        [(keys, rank)] = filled
+        return keys, torch.full_like(keys, rank == 0, dtype=torch.bool)
     ranked = torch.cat([(keys << 1) | rank for keys, rank in parts]).sort().values
     keys = ranked >> 1
     is_first = torch.ones_like(keys, dtype=torch.bool)

@@ -18,7 +18,7 @@ DROPOUT-COUNTER, DROPOUT-NUMERATOR]
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ from attnconform.kernels.sparse_attention.attend_union import attend_union_kerne
 from attnconform.kernels.sparse_attention.errors import PlanError
 from attnconform.kernels.sparse_attention.graphs import call_or_replay
 from attnconform.kernels.sparse_attention.hopper import launch_hopper
+from attnconform.kernels.sparse_attention.hopper_union import launch_hopper_union
 from attnconform.kernels.sparse_attention.merging import merge_kernel
 from attnconform.kernels.sparse_attention.plan import Plan
 from attnconform.kernels.sparse_attention.prepared import PreparedLaunch
@@ -107,14 +108,19 @@ def launch_run(
     """Every launch of a run whose tensors are checked."""
     k_bits, v_bits = code_bits(k_cache, plan.k_quant), code_bits(v_cache, plan.v_quant)
     tensors = RunTensors(q, k_bits, v_bits, k_scale, v_scale, out, lse)
-    with torch.cuda.device(plan.device) if plan.device.type == "cuda" else nullcontext():
-        if plan.union is not None:
-            launch_union(plan, plan.union, tensors)
+    with launching_on(plan.device):
+        if plan.union is not None and launch_union(plan, plan.union, tensors):
             return
         for launch in plan.launches:
             launch_attend(plan, launch, tensors)
             if launch.merges.shape[0] and launch.tickets is None:
                 launch_merge(plan, launch, out, lse)
+
+
+def launching_on(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU the current one, which takes longer than to see that it is."""
+    is_current = device.type != "cuda" or torch.cuda.current_device() == device.index
+    return nullcontext() if is_current else torch.cuda.device(device)
 
 
 class RunTensors(NamedTuple):
@@ -145,12 +151,19 @@ def launch_attend(plan: Plan, launch: Launch, tensors: RunTensors) -> None:
     launch.prepared["attend"](tensors, tensors.strides(plan))
 
 
-def launch_union(plan: Plan, union: UnionLists, tensors: RunTensors) -> None:
-    """One program per union tile and its heads; nothing is cut, so nothing is merged."""
+def launch_union(plan: Plan, union: UnionLists, tensors: RunTensors) -> bool:
+    """Whether it was launched: one program per union tile and its heads; nothing is cut, so nothing is merged.
+
+    Not where the plan chose `hopper_union` and TMA cannot read the caches as they lie: the plan's tasks have its rows
+    apart.
+    """
+    if union.shape.box:
+        return launch_hopper_union(plan, union, tensors)
     if "attend" not in union.prepared:
         grid = (union.tasks.shape[0], 1, 1)
         union.prepared["attend"] = PreparedLaunch(attend_union_kernel, grid, *union_arguments(plan, union))
     union.prepared["attend"](tensors, tensors.strides(plan))
+    return True
 
 
 def launch_merge(plan: Plan, launch: Launch, out: Tensor, lse: Tensor) -> None:

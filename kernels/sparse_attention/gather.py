@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnconform.kernels.sparse_attention.arguments import cache_strides
+from attnconform.kernels.sparse_attention.candidates import slot_dtype
 from attnconform.kernels.sparse_attention.errors import PlanError
 from attnconform.kernels.sparse_attention.forward import run
 from attnconform.kernels.sparse_attention.graphs import GraphCache
@@ -144,7 +145,7 @@ def plan_gather(plan: Plan) -> Gathered:
         torch.empty((num_entries, 1, heads, dim), **as_plan).expand(-1, -1, plan.num_kv_heads, -1)
         for dim in (plan.head_dim_qk, plan.head_dim_vo)
     )
-    place = torch.arange(num_entries, device=plan.device)
+    place = torch.arange(num_entries, dtype=slot_dtype(num_entries, 1), device=plan.device)
     local = replace(
         plan, page_size=1, num_pages=num_entries, layout="NHD", list_slots=place, union=None, graphs=GraphCache(),
         launches=tuple(_own_workspace(launch) for launch in plan.launches),
@@ -202,7 +203,7 @@ def gather_kernel(
     """Copies the keys or values of some entries of the lists, each from its slot and its list's KV head."""
     entry = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
     is_entry = entry < num_entries
-    slot = tl.load(slots_ptr + entry, mask=is_entry, other=0)
+    slot = tl.load(slots_ptr + entry, mask=is_entry, other=0).to(tl.int64)
     if IS_SHARED:
         kv_head = tl.program_id(1) + tl.zeros([ENTRIES], tl.int64)
         copy_ptr += tl.program_id(1) * copy_strides[2]

@@ -37,35 +37,49 @@ class GraphCache:
 
     def __init__(self, capture: Callable[[Callable[[], None]], Replayable] = capture_cuda_graph) -> None:
         self.capture = capture
-        self.seen: dict[tuple[int, ...], tuple[Tensors, Replayable | None]] = {}
+        self.seen: dict[tuple[int, ...], Tensors] = {}
+        self.replays: dict[tuple[int, ...], Callable[[], None]] = {}  # of those that are captured
         self.num_captures = 0
+
+    def replay(self, key: tuple[int, ...]) -> bool:
+        """Launches the graph of the tensors of these ids; False where there is none, or the caller captures one."""
+        launch = self.replays.get(key)
+        if launch is None or is_capturing():
+            return False
+        launch()
+        return True
 
     def call(self, tensors: Tensors, launch: Callable[[], None]) -> None:
         """Runs `launch`, which reads and writes no other tensors of the caller's than these."""
         key = tuple(map(id, tensors))
-        known = self.seen.get(key)
-        if known is None:
-            launch()
-            self._keep(key, tensors, None)
-        elif known[1] is None:
-            graph = self.capture(launch)
+        if key in self.replays:
+            self.replays[key]()
+        elif key in self.seen:
+            # a bound method, which keeps its graph
+            self.replays[key] = self.capture(launch).replay
             self.num_captures += 1
-            self._keep(key, tensors, graph)
-            graph.replay()
+            self.replays[key]()
         else:
-            known[1].replay()
+            launch()
+            self._keep(key, tensors)
 
-    def _keep(self, key: tuple[int, ...], tensors: Tensors, graph: Replayable | None) -> None:
+    def _keep(self, key: tuple[int, ...], tensors: Tensors) -> None:
         """Remembers a call; the one seen first goes where there are too many."""
-        self.seen.pop(key, None)
         if len(self.seen) == MAX_GRAPHS:
-            del self.seen[next(iter(self.seen))]
-        self.seen[key] = (tensors, graph)
+            oldest = next(iter(self.seen))
+            del self.seen[oldest]
+            self.replays.pop(oldest, None)
+        self.seen[key] = tensors
+
+
+def is_capturing() -> bool:
+    """Whether the caller captures a graph of its own."""
+    return bool(torch.cuda.is_current_stream_capturing())
 
 
 def call_or_replay(graphs: GraphCache, device: torch.device, tensors: Tensors, launch: Callable[[], None]) -> None:
     """Through the graphs where there is a GPU and no caller captures a graph of its own."""
-    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and not is_capturing():
         graphs.call(tensors, launch)
     else:
         launch()

@@ -14,8 +14,14 @@ from torch import Tensor
 from attnconform.kernels.sparse_attention.arguments import cache_strides
 from attnconform.kernels.sparse_attention.plan import Plan, count_processors
 from attnconform.kernels.sparse_attention.prepared import PreparedLaunch
+from attnconform.kernels.sparse_attention.rules import SOFT_CAP
 from attnconform.kernels.sparse_attention.tasks import TASK_FIELDS, Launch
-from attnconform.kernels.sparse_attention.tuning import HOPPER_STAGES, HOPPER_TILE_KV
+from attnconform.kernels.sparse_attention.tuning import (
+    HOPPER_CAPPED_STAGES,
+    HOPPER_CAPPED_TILE_KV,
+    HOPPER_STAGES,
+    HOPPER_TILE_KV,
+)
 
 if TYPE_CHECKING:
     from attnconform.kernels.sparse_attention.forward import RunTensors
@@ -46,7 +52,7 @@ def launch_hopper(plan: Plan, launch: Launch, tensors: RunTensors) -> bool:
 
     Descriptors are made for each run, as the addresses of its caches, and reach the kernel by value.
     """
-    k_grid, v_grid = (grid_of(plan, launch, cache) for cache in (tensors.k_cache, tensors.v_cache))
+    k_grid, v_grid = (grid_of(plan, launch.shape.box, cache) for cache in (tensors.k_cache, tensors.v_cache))
     if k_grid is None or v_grid is None:
         return False
     q, out, lse = tensors.q, tensors.out, tensors.lse
@@ -68,9 +74,9 @@ def has_wide_rows(rows: Tensor) -> bool:
     return is_aligned and of_dims == 1 and all(stride * rows.element_size() % WIDE_BYTES == 0 for stride in of_rows)
 
 
-def grid_of(plan: Plan, launch: Launch, cache: Tensor) -> Grid | None:
+def grid_of(plan: Plan, box: int, cache: Tensor) -> Grid | None:
     """The grid of a cache, None where its base, strides or pages do not suit TMA."""
-    if cache.numel() == 0 or cache.data_ptr() % TMA_BYTES or plan.page_size % launch.shape.box:
+    if cache.numel() == 0 or cache.data_ptr() % TMA_BYTES or plan.page_size % box:
         return None
     page, token, head, dim = cache_strides(plan, cache)
     sizes = (plan.num_pages, plan.page_size, plan.num_kv_heads, plan.head_dim_qk)
@@ -122,6 +128,7 @@ def prepare(plan: Plan, launch: Launch, is_wide: bool) -> PreparedLaunch:
 
 def hopper_arguments(plan: Plan, launch: Launch, is_wide: bool) -> dict[str, object]:
     """Arguments of hopper_kernel that a plan fixes, in order."""
+    is_capped = plan.score_codes == (int(SOFT_CAP),)
     return {
         "tasks_ptr": launch.tasks,
         "partial_acc_ptr": launch.partial_acc,
@@ -141,12 +148,12 @@ def hopper_arguments(plan: Plan, launch: Launch, is_wide: bool) -> dict[str, obj
         "max_pages": plan.page_table.shape[1],
         "TASK_WIDTH": len(TASK_FIELDS),
         "TILE_M": launch.shape.tile_m,
-        "TILE_KV": HOPPER_TILE_KV,
+        "TILE_KV": HOPPER_CAPPED_TILE_KV if is_capped else HOPPER_TILE_KV,
         "HEADS": launch.shape.heads_per_tile,
         "HEAD_DIM": plan.head_dim_qk,
         "PAGE_SIZE": plan.page_size,
         "BOX": launch.shape.box,
-        "STAGES": HOPPER_STAGES,
+        "STAGES": HOPPER_CAPPED_STAGES if is_capped else HOPPER_STAGES,
         "SCORE": score_code(plan),
         "HAS_LISTS": plan.list_slots is not None,
         "HAS_SINK": plan.sink_logits is not None,

@@ -1,8 +1,8 @@
 """Gradients over a backward's tasks and transposed lists by Hopper's own means: TMA, wgmma, warps that do one thing.
 
-The kernels are in `hopper_backward_keys` and `hopper_backward_query`, what they take in `hopper_backward_choice`. Where
-TMA cannot read the tensors of a call as they lie, the launch is left to the kernels of `backward_keys` and
-`backward_query`. [COORD-STRIDE, COORD-WIDE]
+The kernels are in `hopper_backward_keys`, `hopper_backward_rows` and `hopper_backward_query`, what they take in
+`hopper_backward_choice`. Where TMA cannot read the tensors of a call as they lie, the launch is left to the kernels of
+`backward_keys` and `backward_query`. [COORD-STRIDE, COORD-WIDE]
 """
 
 from __future__ import annotations
@@ -14,8 +14,16 @@ from torch import Tensor
 from attnconform.kernels.sparse_attention.backward_query import cache_strides
 from attnconform.kernels.sparse_attention.backward_tasks import QUERY_FIELDS, QueryLaunch
 from attnconform.kernels.sparse_attention.backward_transpose import TransposedPlan
-from attnconform.kernels.sparse_attention.hopper import TMA_BYTES, describe, find_grid, has_wide_rows, score_code
+from attnconform.kernels.sparse_attention.hopper import (
+    INT32_LIMIT,
+    TMA_BYTES,
+    describe,
+    find_grid,
+    has_wide_rows,
+    score_code,
+)
 from attnconform.kernels.sparse_attention.hopper_backward_choice import PAIR_LANES, HopperKeys, HopperQueries
+from attnconform.kernels.sparse_attention.hopper_backward_rows_choice import HopperRows
 from attnconform.kernels.sparse_attention.plan import Plan, count_processors
 
 if TYPE_CHECKING:
@@ -85,6 +93,71 @@ def launch_hopper_keys(
         STAGES=shape.stages,
         SCORE=score_code(plan),
         HAS_HEAD_MASK=plan.has_head_mask,
+        num_warps=4,
+    )  # fmt: skip
+    return True
+
+
+class HeadRows(NamedTuple):
+    """q or dO as rows of heads, a token's one after another."""
+
+    descriptor: Any
+    token_rows: int  # from a token to the next
+
+
+def describe_heads(rows: Tensor, heads: int) -> HeadRows | None:
+    """q or dO, (total_q, num_qo_heads, head_dim), in boxes of a row's heads, None where TMA cannot read them."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from attnconform.kernels.sparse_attention.hopper_kernel import SWIZZLED
+
+    total_q, num_heads, head_dim = rows.shape
+    token, head, dim = rows.stride()
+    token = num_heads * head if total_q == 1 else token
+    if rows.numel() == 0 or dim != 1 or head < 1 or token % head:
+        return None
+    if rows.data_ptr() % TMA_BYTES or head * rows.element_size() % TMA_BYTES:
+        return None
+    num_rows = (total_q - 1) * (token // head) + num_heads
+    if num_rows >= INT32_LIMIT:
+        return None
+    block = [heads, SWIZZLED.value]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)  # of any numbers of 16 bits
+    return HeadRows(TensorDescriptor(rows, [num_rows, head_dim], [head, 1], block, layout), token // head)
+
+
+def launch_hopper_rows(
+    plan: Plan,
+    transposed: TransposedPlan,
+    inputs: RowInputs,
+    dk: Tensor,
+    dv: Tensor,
+    parts: tuple[Tensor, Tensor],  # float32, (*transposed.partial_rows, head_dim)
+    shape: HopperRows,
+) -> bool:
+    """Whether it was launched: what launch_key_gradients writes."""
+    from attnconform.kernels.sparse_attention.hopper_backward_rows import hopper_rows_kernel
+
+    heads, tiles, items = transposed.pair_shape.heads, transposed.tiles, transposed.items
+    q, dout = (describe_heads(rows, heads) for rows in (inputs.q, inputs.dout))
+    k, v = (describe_cache(plan, cache, shape.box) for cache in (inputs.k_cache, inputs.v_cache))
+    if q is None or dout is None or k is None or v is None:
+        return False
+    hopper_rows_kernel[(items.item_tile.numel(), transposed.num_head_programs)](
+        q.descriptor, dout.descriptor, k.descriptor, v.descriptor, inputs.lse_log2, inputs.delta,
+        dk, dv, *parts,
+        q.token_rows, dout.token_rows, k.places, v.places, cache_strides(plan, dk), cache_strides(plan, dv),
+        items.item_tile, items.item_begin, shape.item_full_end, items.item_end, items.item_partial,
+        tiles.tile_slot, tiles.tile_kv_head, shape.pairs, tiles.codes, tiles.is_touched,
+        plan.mask_starts, plan.mask_ends,
+        plan.sm_scale, plan.total_q,
+        HEADS=heads,
+        GROUP=plan.group_size,
+        HEAD_DIM=plan.head_dim_qk,
+        PAGE_SIZE=plan.page_size,
+        BOX=shape.box,
+        STAGES=shape.stages,
         num_warps=4,
     )  # fmt: skip
     return True

@@ -16,7 +16,8 @@ from attnconform.kernels.sparse_attention.backward_tasks import QueryLaunch
 from attnconform.kernels.sparse_attention.backward_transpose import TransposedPlan
 from attnconform.kernels.sparse_attention.candidates import enumerate_runs
 from attnconform.kernels.sparse_attention.errors import PlanError
-from attnconform.kernels.sparse_attention.hopper_choice import HEAD_DIMS, why_not_here
+from attnconform.kernels.sparse_attention.hopper_backward_rows_choice import HopperRows, choose_rows
+from attnconform.kernels.sparse_attention.hopper_choice import HEAD_DIMS, LARGEST_SCALE, LARGEST_SLOPE, why_not_here
 from attnconform.kernels.sparse_attention.plan import Plan
 from attnconform.kernels.sparse_attention.rules import ALIBI, SOFT_CAP
 from attnconform.kernels.sparse_attention.tuning import SMALLEST_SCALE
@@ -25,6 +26,7 @@ PAIR_LANES = 64  # rows times heads of a pair
 TASK_LANES = 128  # of a task of dQ
 SLOT_TILE = 128
 LEAST_BOX, LARGEST_BOX = 8, 64  # slots: of a swizzle's height, and a group's
+LEAST_BIASED_SCALE = 2.0**-60  # of Alibi: lse and slopes of the product before sm_scale, whatever rows score
 PAIR_HEADS = (1, 2, 4, 8)  # so that a pair has whole boxes of rows
 
 
@@ -43,16 +45,27 @@ class HopperQueries(NamedTuple):
     stages: int = 3  # tiles of keys in shared memory
 
 
+class HopperChoice(NamedTuple):
+    """What runs on Hopper's kernels, None where others run."""
+
+    queries: HopperQueries | None = None  # of dQ
+    keys: HopperKeys | None = None  # of dK and dV
+    rows: HopperRows | None = None  # of dK and dV, and perhaps of dQ
+
+
 def choose_hopper(
     plan: Plan, hints: BackwardHints, launches: tuple[QueryLaunch, ...], keys: TransposedPlan | None
-) -> tuple[HopperQueries | None, HopperKeys | None]:
-    """What runs on Hopper's kernels: as hints.kernels says, or all that they take.
+) -> HopperChoice:
+    """As hints.kernels says, or all that they take.
 
     Raises PlanError where they are asked for and can run neither dQ nor dK and dV.
     """
     if hints.kernels == "plain" or (hints.kernels is None and (hints.query_shape or hints.key_shape)):
-        return None, None
+        return HopperChoice()
     reason = why_not_here(plan.device) or why_not(plan)
+    rows = reason or choose_rows(plan, hints, keys)
+    if not isinstance(rows, str):
+        return HopperChoice(rows=rows)
     box = 0 if reason else box_size(plan)
     if not reason and box < LEAST_BOX:
         reason = f"pages and lists must be whole boxes of {LEAST_BOX} slots or more"
@@ -62,7 +75,9 @@ def choose_hopper(
         raise PlanError("SAFE-SHAPE", "kernels", hints.kernels, no_keys)
     # where a tile of keys takes long to find or to weigh, one more is under way
     stages = 4 if plan.list_indptr is not None or plan.score_codes == (int(SOFT_CAP),) else 3
-    return None if no_queries else HopperQueries(box, stages=stages), None if no_keys else HopperKeys(box)
+    return HopperChoice(
+        queries=None if no_queries else HopperQueries(box, stages=stages), keys=None if no_keys else HopperKeys(box)
+    )
 
 
 def why_not(plan: Plan) -> str | None:
@@ -80,9 +95,18 @@ def why_not(plan: Plan) -> str | None:
             "its kernels know one Alibi or one SoftCap",
         ),
         (not plan.sm_scale >= SMALLEST_SCALE, "its kernels take an sm_scale above 0"),
+        (not _fits_bias(plan), "its kernels divide slopes and lse by sm_scale, in float32"),
         (plan.list_indptr is not None and bool(plan.window), "its kernels read no window beside a list"),
     )
     return next((limit for is_outside, limit in limits if is_outside), None)
+
+
+def _fits_bias(plan: Plan) -> bool:
+    """Whether what a bias takes off a product before sm_scale has room in float32."""
+    if plan.score_codes != (int(ALIBI),) or plan.score_params is None:
+        return True
+    largest = float(plan.score_params.abs().max()) if plan.score_params.numel() else 0.0
+    return LEAST_BIASED_SCALE <= plan.sm_scale <= LARGEST_SCALE and largest <= LARGEST_SLOPE * plan.sm_scale
 
 
 def why_not_queries(hints: BackwardHints, launches: tuple[QueryLaunch, ...]) -> str | None:

@@ -108,7 +108,7 @@ def hopper_keys_kernel(
             )),
             (load_rows, (
                 q_desc, dout_desc, k_desc, v_desc, q_places, dout_places, k_places, v_places, ring, span, slots,
-                lse_log2_ptr, delta_ptr, score_params_ptr, total_q,
+                lse_log2_ptr, delta_ptr, score_params_ptr, total_q, sm_scale,
                 HEADS, GROUP, HEAD_DIM, PAGE_SIZE, BOX, STAGES, SCORE,
             )),
         ],
@@ -121,7 +121,7 @@ def hopper_keys_kernel(
 def load_rows(
     q_desc, dout_desc, k_desc, v_desc,
     q_places, dout_places, k_places, v_places,  # as `Grid.places`: rows a page, rows a head, columns a head
-    ring, span, slots, lse_log2_ptr, delta_ptr, score_params_ptr, total_q,
+    ring, span, slots, lse_log2_ptr, delta_ptr, score_params_ptr, total_q, sm_scale,
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -130,7 +130,10 @@ def load_rows(
     STAGES: gl.constexpr,
     SCORE: gl.constexpr,
 ):  # fmt: skip
-    """The warp that loads: the slots' K and V, then every pair's q and dO, lse and delta."""
+    """The warp that loads: the slots' K and V, then every pair's q and dO, lse and delta.
+
+    Under a bias products are added to what is taken off, so that -delta is left, and -lse before sm_scale.
+    """
     k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, slopes, kv_full, q_full, dout_full, empty = ring
     pairs_ptr, _num_masked, num_pairs = span
     first_slot, kv_head, _is_touched_ptr = slots
@@ -157,7 +160,8 @@ def load_rows(
         if SCORE == ALIBI:
             # what a bias takes off for the row's own place, relative to the pair's first row
             slope = gl.load(score_params_ptr + first_head + lane_head) * LOG2_E
-            lse += slope * lane_row.to(gl.float32)
+            lse = (lse + slope * lane_row.to(gl.float32)) * (-1.0 / (sm_scale * LOG2_E))
+            delta = -delta
         mbarrier.wait(empty.index(stage), phase ^ 1)
         if SCORE == ALIBI:
             head = first_head + gl.arange(0, HEADS, layout=lane_layout)
@@ -247,11 +251,18 @@ def sum_slots(
         mbarrier.wait(q_full.index(stage), phase)
         if is_masked:
             mbarrier.wait(dout_full.index(stage), phase)
-            clear_rows(q_tiles.index(stage), dout_tiles.index(stage), lse_rows.index(stage), column)
-        s_token = warpgroup_mma(k_tile, q_tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+            clear_rows(q_tiles.index(stage), dout_tiles.index(stage), lse_rows.index(stage), column, SCORE)
+        start = zero
+        if SCORE == ALIBI:
+            start = gl.broadcast(lse_rows.index(stage).load(column)[None, :], zero)[0]
+        s_token = warpgroup_mma(
+            k_tile, q_tiles.index(stage).permute((1, 0)), start, use_acc=SCORE == ALIBI, is_async=True
+        )
         if IS_AHEAD:
-            dv_token = warpgroup_mma(weights, dout_tiles.index(before), dv, is_async=True)
-            dk_token = warpgroup_mma(grads, q_tiles.index(before), dk, is_async=True)
+            # what was added before the first pair's own products is not kept: 0 times an infinity in its rows
+            is_sum = i > 1
+            dv_token = warpgroup_mma(weights, dout_tiles.index(before), dv, use_acc=is_sum, is_async=True)
+            dk_token = warpgroup_mma(grads, q_tiles.index(before), dk, use_acc=is_sum, is_async=True)
             s = warpgroup_mma_wait(num_outstanding=2, deps=[s_token])
         else:
             s = warpgroup_mma_wait(num_outstanding=0, deps=[s_token])
@@ -276,14 +287,18 @@ def sum_slots(
         # The assembler keeps products apart where what enters one is worked out while another is under way.
         weights = gl.convert_layout(probs.to(dtype), weight_layout)
         dout_t = dout_tiles.index(stage).permute((1, 0))
-        dp_token = warpgroup_mma(v_tile, dout_t, zero, use_acc=False, is_async=True)
         delta = delta_rows.index(stage).load(column)
+        if SCORE == ALIBI:
+            start = gl.broadcast(delta[None, :], zero)[0]
+        dp_token = warpgroup_mma(v_tile, dout_t, start, use_acc=SCORE == ALIBI, is_async=True)
         place = find_places(i + 1, span, rows, PART, SCORE, row)  # a pair ahead: its addresses would be waited for
         dp = warpgroup_mma_wait(num_outstanding=0, deps=[dp_token])
         if is_masked:
             # what a masked slot's V holds may be no number
             dp = gl.where(factors == 0, 0.0, dp)
-        grads = gl.convert_layout((factors * (dp - delta[None, :])).to(dtype), weight_layout)
+        if SCORE != ALIBI:
+            dp -= delta[None, :]
+        grads = gl.convert_layout((factors * dp).to(dtype), weight_layout)
         if not IS_AHEAD:
             dv_token = warpgroup_mma(weights, dout_tiles.index(stage), dv, is_async=True)
             dk_token = warpgroup_mma(grads, q_tiles.index(stage), dk, is_async=True)
@@ -292,8 +307,8 @@ def sum_slots(
             mbarrier.arrive(empty.index(stage), count=1)
     if IS_AHEAD:
         last = (num_pairs - 1) % STAGES
-        dv_token = warpgroup_mma(weights, dout_tiles.index(last), dv, is_async=True)
-        dk_token = warpgroup_mma(grads, q_tiles.index(last), dk, is_async=True)
+        dv_token = warpgroup_mma(weights, dout_tiles.index(last), dv, use_acc=num_pairs > 1, is_async=True)
+        dk_token = warpgroup_mma(grads, q_tiles.index(last), dk, use_acc=num_pairs > 1, is_async=True)
         dk, dv = warpgroup_mma_wait(num_outstanding=0, deps=[dk_token, dv_token])
     store_sums(dk * scores[0], dv, slots, outputs, PART, HEAD_DIM, PAGE_SIZE)
 
@@ -313,14 +328,15 @@ def find_places(i, span, rows, PART: gl.constexpr, SCORE: gl.constexpr, layout: 
 
 
 @jit
-def clear_rows(q_tile, dout_tile, lse_row, column: gl.constexpr):
+def clear_rows(q_tile, dout_tile, lse_row, column: gl.constexpr, SCORE: gl.constexpr):
     """Zeroes what is no row of the pair, or one without keys, whose lse is +inf: it may hold NaN.
 
-    Both groups do it for themselves, before their products, and write the same.
+    Of a bias lse is negated. Both groups do it for themselves, before their products, and write the same.
     """
-    if gl.max(lse_row.load(column), axis=0) == float("inf"):
+    SIGN: gl.constexpr = -1.0 if SCORE == ALIBI else 1.0
+    if gl.max(SIGN * lse_row.load(column), axis=0) == float("inf"):
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        is_row = lse_row.load(gl.SliceLayout(1, layout)) < float("inf")
+        is_row = SIGN * lse_row.load(gl.SliceLayout(1, layout)) < float("inf")
         clear_unless(q_tile, is_row, layout)
         clear_unless(dout_tile, is_row, layout)
         fence_async_shared()
@@ -351,7 +367,7 @@ def weigh_edges(
     if SCORE == PLAIN:
         exponents = s * (sm_scale * LOG2_E) - lse[None, :]
     elif SCORE == ALIBI:
-        exponents = add_bias(s * (sm_scale * LOG2_E), bias, HEADS) - lse[None, :]
+        exponents = add_bias(s * (sm_scale * LOG2_E), bias, HEADS)
     else:
         # tanh(x / cap) = 1 - 1 / (1/2 + exp2(x * factor) / 2); one cap serves all heads
         cap = gl.load(score_params_ptr)

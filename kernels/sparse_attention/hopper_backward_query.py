@@ -146,15 +146,16 @@ def sum_rows(
         load_rows(q_tile, dout_tile, task_ptr, rows, PART, HEADS, GROUP, HEAD_DIM, HAS_WIDE_ROWS)
         bounds = load_states(task_ptr, run, rows, scores, PART, HEADS, GROUP, SCORE, HAS_LISTS, HAS_HEAD_MASK, s_layout)
         dq = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, layout=sum_layout)
-        q = q_tile
-        if SCORE != SOFT_CAP:  # its slope takes those registers
-            q = q_tile.load(gl.DotOperandLayout(0, s_layout, 2))
+        q = q_tile.load(gl.DotOperandLayout(0, s_layout, 2))
 
         if num_tiles > 0:
             stop = done + num_tiles
             stage = done % STAGES
             mbarrier.wait(k_full.index(stage), (done // STAGES) & 1)
-            s_token = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+            start = start_scores(zero, first, run, bounds, TILE_KV, SCORE, HAS_LISTS)
+            s_token = warpgroup_mma(
+                q, k_tiles.index(stage).permute((1, 0)), start, use_acc=SCORE == ALIBI, is_async=True
+            )
             mbarrier.wait(v_full.index(stage), (done // STAGES) & 1)
             dp_token = warpgroup_mma(
                 dout_tile, v_tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
@@ -171,8 +172,11 @@ def sum_rows(
                 stage = i % STAGES
                 before = (i - 1) % STAGES
                 first_key = first + (i - done) * TILE_KV
+                start = start_scores(zero, first_key, run, bounds, TILE_KV, SCORE, HAS_LISTS)
                 mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
-                s_token = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+                s_token = warpgroup_mma(
+                    q, k_tiles.index(stage).permute((1, 0)), start, use_acc=SCORE == ALIBI, is_async=True
+                )
                 dq_token = warpgroup_mma(grad, k_tiles.index(before), dq, is_async=True)
                 mbarrier.wait(v_full.index(stage), (i // STAGES) & 1)
                 dp_token = warpgroup_mma(
@@ -213,10 +217,12 @@ def load_rows(
     dim = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout)).to(gl.int64)
     lse = gl.load(rows[4] + place_lanes(row, head, rows[9], GROUP), mask=is_live, other=float("inf"))
     has_key = (lse < float("inf"))[:, None]
-    q_ptrs = rows[0] + (row * rows[1][0] + head * rows[1][1])[:, None] + (dim * rows[1][2])[None, :]
-    dout_ptrs = rows[2] + (row * rows[3][0] + head * rows[3][1])[:, None] + (dim * rows[3][2])[None, :]
+    q_ptrs = rows[0] + (row * rows[1][0] + head * rows[1][1])[:, None]
+    dout_ptrs = rows[2] + (row * rows[3][0] + head * rows[3][1])[:, None]
     if HAS_WIDE_ROWS:
-        q_ptrs, dout_ptrs = by_sixteen_bytes(q_ptrs), by_sixteen_bytes(dout_ptrs)
+        q_ptrs, dout_ptrs = by_sixteen_bytes(q_ptrs, dim[None, :]), by_sixteen_bytes(dout_ptrs, dim[None, :])
+    else:
+        q_ptrs, dout_ptrs = q_ptrs + (dim * rows[1][2])[None, :], dout_ptrs + (dim * rows[3][2])[None, :]
     q_tile.store(gl.load(q_ptrs, mask=has_key, other=0.0))
     dout_tile.store(gl.load(dout_ptrs, mask=has_key, other=0.0))
     fence_async_shared()
@@ -290,16 +296,12 @@ def weigh_edges(
     HAS_LISTS: gl.constexpr,
 ):  # fmt: skip
     """Likewise, of a tile with or without edges that are none. [GRAD-FORMULA, GRAD-SOFTCAP, MASK-BEFORE-MAX]"""
-    mask_start, mask_end, lse, _delta, slope, origin, score_scale, cap_factor, cap = bounds
+    mask_start, mask_end, lse, _delta, _slope, _origin, score_scale, cap_factor, cap = bounds
     column: gl.constexpr = gl.SliceLayout(0, s.type.layout)
     if SCORE == PLAIN:
         exponents = s * score_scale - lse[:, None]
     elif SCORE == ALIBI:
-        if HAS_LISTS:
-            place = (find_positions(first_key, run, TILE_KV, True, column) - origin).to(gl.float32)
-            exponents = s * score_scale + (slope[:, None] * place[None, :] - lse[:, None])
-        else:
-            exponents = add_bias(s, first_key, bounds, TILE_KV)
+        exponents = s * score_scale
     else:
         powers = gl.exp2(gl.minimum(s * cap_factor, LARGEST_CAP_POWER))
         shares = reciprocal_of_pairs(0.5 + 0.5 * powers)
@@ -310,27 +312,40 @@ def weigh_edges(
         exponents = gl.where(is_admitted, exponents, float("-inf"))
     factors = gl.exp2(exponents)
     if SCORE == SOFT_CAP:
-        # 1 - tanh^2 by a form that does not cancel where tanh saturates
+        # 1 - tanh^2 of shares of 1 - tanh, so that powers need no registers
         probs = factors
-        factors = probs * shares * (powers * shares)
+        factors = probs * shares * (2.0 - shares)
         if IS_MASKED:
             factors = gl.where(probs == 0, 0.0, factors)
     return factors
 
 
 @jit
-def add_bias(s, first_key, bounds, TILE_KV: gl.constexpr):
-    """Exponents of consecutive positions with their bias: of a row's eights of keys it differs by what is constant."""
+def start_scores(
+    zero, first_key, run, bounds, TILE_KV: gl.constexpr, SCORE: gl.constexpr, HAS_LISTS: gl.constexpr
+):  # fmt: skip
+    """What the product of q and k is added to: a bias and lse, before sm_scale.
+
+    Of consecutive positions the bias of a row's eights of keys differs by what is constant.
+    """
+    if SCORE != ALIBI:
+        return zero
     _mask_start, _mask_end, lse, _delta, slope, origin, score_scale, _cap_factor, _cap = bounds
-    by_eight = s.reshape([ROWS, TILE_KV // 8, 8])
-    layout: gl.constexpr = by_eight.type.layout
-    slope = spread(slope, layout)
-    eight = (8 * gl.arange(0, TILE_KV // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))).to(gl.float32)
-    one = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    place = (first_key - origin + one).to(gl.float32)[None, None, :]
-    rest = slope * place - spread(lse, layout)
-    by_eight = by_eight * score_scale + (slope * eight[None, :, None] + rest)
-    return gl.convert_layout(by_eight.reshape([ROWS, TILE_KV]), s.type.layout)
+    slope, lse = slope / score_scale, lse / score_scale
+    if HAS_LISTS:
+        column: gl.constexpr = gl.SliceLayout(0, zero.type.layout)
+        place = (find_positions(first_key, run, TILE_KV, True, column) - origin).to(gl.float32)
+        return slope[:, None] * place[None, :] - lse[:, None]
+    else:
+        by_eight = zero.reshape([ROWS, TILE_KV // 8, 8])
+        layout: gl.constexpr = by_eight.type.layout
+        slope = spread(slope, layout)
+        eight = (8 * gl.arange(0, TILE_KV // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))).to(gl.float32)
+        one = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+        place = (first_key - origin + one).to(gl.float32)[None, None, :]
+        rest = slope * place - spread(lse, layout)
+        start = slope * eight[None, :, None] + rest
+        return gl.convert_layout(start.reshape([ROWS, TILE_KV]), zero.type.layout)
 
 
 @jit

@@ -17,7 +17,12 @@ from attnconform.kernels.sparse_attention.candidates import CandidateLists
 from attnconform.kernels.sparse_attention.errors import PlanError
 from attnconform.kernels.sparse_attention.numerics import IS_INTERPRETED
 from attnconform.kernels.sparse_attention.rules import Alibi, ScoreRule, SoftCap
-from attnconform.kernels.sparse_attention.tuning import HOPPER_TILE_KV, SMALLEST_SCALE, Geometry
+from attnconform.kernels.sparse_attention.tuning import (
+    HOPPER_CAPPED_TILE_KV,
+    HOPPER_TILE_KV,
+    SMALLEST_SCALE,
+    Geometry,
+)
 
 FORWARDS = (None, "hopper", "plain")
 HEAD_DIMS = (64, 128)
@@ -48,7 +53,7 @@ def choose_box(geometry: Geometry, call: Call, device: torch.device) -> int:
     wanted = geometry.choice.forward
     if wanted not in FORWARDS:
         raise PlanError("SAFE-SHAPE", "choice.forward", wanted, "must be None, hopper or plain")
-    if wanted == "plain" or (wanted is None and _has_hints(geometry)):
+    if wanted == "plain" or (wanted is None and has_hints(geometry)):
         return 0
     reason = why_not_here(device) or why_not(geometry, call)
     if reason is None:
@@ -58,7 +63,7 @@ def choose_box(geometry: Geometry, call: Call, device: torch.device) -> int:
     return 0
 
 
-def _has_hints(geometry: Geometry) -> bool:
+def has_hints(geometry: Geometry) -> bool:
     """Whether tiles are chosen for attend_kernel."""
     choice = geometry.choice
     return any(x is not None for x in (geometry.tile_kv, choice.tile_kv, choice.num_warps, choice.num_stages))
@@ -127,5 +132,6 @@ def _fits_slopes(call: Call) -> bool:
 
 def box_size(call: Call) -> int:
     """The most keys, up to a tile's, that pages and listed blocks are whole multiples of."""
-    size = gcd(call.page_size, HOPPER_TILE_KV)
+    is_capped = any(isinstance(rule, SoftCap) for rule in call.score_rules)
+    size = gcd(call.page_size, HOPPER_CAPPED_TILE_KV if is_capped else HOPPER_TILE_KV)
     return size if call.candidates is None else gcd(size, max(1, call.candidates.block_size))

@@ -3,7 +3,8 @@
 Two groups hold half a tile of query rows each; a warp of its own has TMA copy K and V into a ring of tiles in shared
 memory, box by box: a box is some neighbouring keys of one page and 64 dimensions, as far as a swizzle goes. While a
 group works out the weights of a tile of keys, its product P V of the tile before is under way, and the other group's
-products: the two take turns. Programs stay, and take every so-many-th task of the list.
+products: the two take turns. Under a cap, whose weights take longest, the next tile's scores are under way too, and
+nobody waits for a turn. Programs stay, and take every so-many-th task of the list.
 
 A box is read whole. What it holds before and after the task's keys may be anything, NaN included: scores of such keys
 are masked before the maximum, and their rows of V are zeroed in shared memory before they meet a weight of 0.
@@ -230,15 +231,10 @@ def attend_rows(
     HAS_HEAD_MASK: gl.constexpr,
     HAS_WIDE_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """A group that multiplies: its half of the rows of every task against every tile of keys.
-
-    Longer than a screen: where products are begun and waited for must be seen in one piece.
-    """
-    k_tiles, v_tiles, k_full, k_empty, v_full, v_empty = ring
+    """A group that multiplies: its half of the rows of every task against every tile of keys."""
     tasks_ptr, num_tasks = tasks
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_KV, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     row_s: gl.constexpr = gl.SliceLayout(1, s_layout)
     row_o: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = q_tile.dtype
@@ -254,62 +250,20 @@ def attend_rows(
         row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=row_s)
         row_sum = gl.full([ROWS], 0.0, gl.float32, layout=row_s)
         acc = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, layout=o_layout)
-        zero = gl.full([ROWS, TILE_KV], 0.0, gl.float32, layout=s_layout)
 
         if num_tiles > 0:
-            stop = done + num_tiles
-            stage = done % STAGES
-            mbarrier.wait(k_full.index(stage), (done // STAGES) & 1)
-            s = warpgroup_mma(q_tile, k_tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-            s = warpgroup_mma_wait(num_outstanding=0, deps=[s])
-            group_barrier()
-            mbarrier.arrive(k_empty.index(stage), count=1)
-            weights, rescale, row_max, row_sum = weigh(
-                s, row_max, row_sum, first, run, bounds, TILE_KV, SCORE, HAS_LISTS
-            )
-            p = gl.convert_layout(weights.to(dtype), p_layout)
-            if first < kv_start:
-                mbarrier.wait(v_full.index(stage), (done // STAGES) & 1)
-                clear_outside(v_tiles.index(stage), first, kv_start, kv_end, TILE_KV, HEAD_DIM)
-            mbarrier.wait(k_full.index((done + 1) % STAGES), ((done + 1) // STAGES) & 1, pred=num_tiles > 1)
-            for i in range(done + 1, stop):
-                stage = i % STAGES
-                before = (i - 1) % STAGES
-                # the first group's first turn is its own
-                mbarrier.wait(turns.index(PART), (turn & 1) ^ (1 - PART))
-                turn += 1
-                s_token = warpgroup_mma(
-                    q_tile, k_tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
+            tiles = (done, first, num_tiles)
+            if SCORE == SOFT_CAP:
+                acc, row_max, row_sum = attend_ahead(
+                    q_tile, acc, row_max, row_sum, ring, tiles, run, bounds, TILE_KV, HEAD_DIM, STAGES, HAS_LISTS
                 )
-                mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
-                acc_token = warpgroup_mma(p, v_tiles.index(before), acc, is_async=True)
-                mbarrier.arrive(turns.index(1 - PART), count=1)
-                s = warpgroup_mma_wait(num_outstanding=1, deps=[s_token])
-                group_barrier()
-                mbarrier.arrive(k_empty.index(stage), count=1)
-                weights, rescale, row_max, row_sum = weigh(
-                    s, row_max, row_sum, first + (i - done) * TILE_KV, run, bounds, TILE_KV, SCORE, HAS_LISTS
-                )
-                next_p = gl.convert_layout(weights.to(dtype), p_layout)
-                # The wait for the next K stands between the weights and the wait for P V: within a block of
-                # instructions the assembler would move that wait above the weights.
-                after = i + 1
-                mbarrier.wait(k_full.index(after % STAGES), (after // STAGES) & 1, pred=after < stop)
-                acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc_token])
-                group_barrier()
-                mbarrier.arrive(v_empty.index(before), count=1)
-                acc = acc * gl.convert_layout(rescale, row_o)[:, None]
-                p = next_p
-            stage = (stop - 1) % STAGES
-            last_first = first + (num_tiles - 1) * TILE_KV
-            mbarrier.wait(v_full.index(stage), ((stop - 1) // STAGES) & 1)
-            if last_first + TILE_KV > kv_end:
-                clear_outside(v_tiles.index(stage), last_first, kv_start, kv_end, TILE_KV, HEAD_DIM)
-            acc_token = warpgroup_mma(p, v_tiles.index(stage), acc, is_async=True)
-            acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc_token])
-            group_barrier()
-            mbarrier.arrive(v_empty.index(stage), count=1)
-            done = stop
+            else:
+                acc, row_max, row_sum = attend_in_turns(
+                    q_tile, acc, row_max, row_sum, ring, turns, turn, tiles, run, bounds,
+                    PART, TILE_KV, HEAD_DIM, STAGES, SCORE, HAS_LISTS,
+                )  # fmt: skip
+                turn += num_tiles - 1
+            done += num_tiles
 
         if gl.load(task_ptr + 10) >= 0:
             store_state(acc, row_max, row_sum, task_ptr, outputs, PART, ROWS, HEADS, HEAD_DIM, row_s, row_o)
@@ -318,6 +272,153 @@ def attend_rows(
                 acc, row_max, row_sum, task_ptr, outputs, PART, ROWS, HEADS, HEAD_DIM, HAS_SINK, HAS_WIDE_ROWS, dtype,
                 row_s,
             )  # fmt: skip
+
+
+@jit
+def attend_in_turns(
+    q_tile, acc, row_max, row_sum, ring, turns, turn, tiles, run, bounds,
+    PART: gl.constexpr,
+    TILE_KV: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+    SCORE: gl.constexpr,
+    HAS_LISTS: gl.constexpr,
+):  # fmt: skip
+    """A task's tiles, one at least: products of one tile under the weights of the next, the groups in turns.
+
+    Longer than a screen: where products are begun and waited for must be seen in one piece.
+    """
+    k_tiles, v_tiles, k_full, k_empty, v_full, v_empty = ring
+    done, first, num_tiles = tiles
+    kv_start, kv_end, _full_start, _full_end, _list_positions_ptr = run
+    dtype: gl.constexpr = q_tile.dtype
+    ROWS: gl.constexpr = acc.shape[0]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_KV, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    row_o: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    zero = gl.full([ROWS, TILE_KV], 0.0, gl.float32, layout=s_layout)
+
+    stop = done + num_tiles
+    stage = done % STAGES
+    mbarrier.wait(k_full.index(stage), (done // STAGES) & 1)
+    start = start_scores(zero, first, bounds, TILE_KV, SCORE)
+    s = warpgroup_mma(q_tile, k_tiles.index(stage).permute((1, 0)), start, use_acc=SCORE == ALIBI, is_async=True)
+    s = warpgroup_mma_wait(num_outstanding=0, deps=[s])
+    group_barrier()
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    weights, rescale, row_max, row_sum = weigh(s, row_max, row_sum, first, run, bounds, TILE_KV, SCORE, HAS_LISTS)
+    p = gl.convert_layout(weights.to(dtype), p_layout)
+    if first < kv_start:
+        mbarrier.wait(v_full.index(stage), (done // STAGES) & 1)
+        clear_outside(v_tiles.index(stage), first, kv_start, kv_end, TILE_KV, HEAD_DIM)
+    mbarrier.wait(k_full.index((done + 1) % STAGES), ((done + 1) // STAGES) & 1, pred=num_tiles > 1)
+    for i in range(done + 1, stop):
+        stage = i % STAGES
+        before = (i - 1) % STAGES
+        start = start_scores(zero, first + (i - done) * TILE_KV, bounds, TILE_KV, SCORE)
+        # the first group's first turn is its own
+        mbarrier.wait(turns.index(PART), (turn & 1) ^ (1 - PART))
+        turn += 1
+        s_token = warpgroup_mma(
+            q_tile, k_tiles.index(stage).permute((1, 0)), start, use_acc=SCORE == ALIBI, is_async=True
+        )
+        mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
+        acc_token = warpgroup_mma(p, v_tiles.index(before), acc, is_async=True)
+        mbarrier.arrive(turns.index(1 - PART), count=1)
+        s = warpgroup_mma_wait(num_outstanding=1, deps=[s_token])
+        weights, rescale, row_max, row_sum = weigh(
+            s, row_max, row_sum, first + (i - done) * TILE_KV, run, bounds, TILE_KV, SCORE, HAS_LISTS
+        )
+        next_p = gl.convert_layout(weights.to(dtype), p_layout)
+        # The wait for the next K stands between the weights and the wait for P V: within a block of
+        # instructions the assembler would move that wait above the weights.
+        after = i + 1
+        mbarrier.wait(k_full.index(after % STAGES), (after // STAGES) & 1, pred=after < stop)
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc_token])
+        # one barrier of the group for both: K is done with by then, and not asked for before
+        group_barrier()
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        mbarrier.arrive(v_empty.index(before), count=1)
+        acc = acc * gl.convert_layout(rescale, row_o)[:, None]
+        p = next_p
+    stage = (stop - 1) % STAGES
+    last_first = first + (num_tiles - 1) * TILE_KV
+    mbarrier.wait(v_full.index(stage), ((stop - 1) // STAGES) & 1)
+    if last_first + TILE_KV > kv_end:
+        clear_outside(v_tiles.index(stage), last_first, kv_start, kv_end, TILE_KV, HEAD_DIM)
+    acc_token = warpgroup_mma(p, v_tiles.index(stage), acc, is_async=True)
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc_token])
+    group_barrier()
+    mbarrier.arrive(v_empty.index(stage), count=1)
+    return acc, row_max, row_sum
+
+
+@jit
+def attend_ahead(
+    q_tile, acc, row_max, row_sum, ring, tiles, run, bounds,
+    TILE_KV: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+    HAS_LISTS: gl.constexpr,
+):  # fmt: skip
+    """A task's tiles under a cap, one at least: the next tile's scores are under way while this one's are weighed.
+
+    The work on the scores takes longer than both products. q is held in registers: products of so few keys would wait
+    for shared memory. The first tile has no product P V before it, and the last no scores after it: what is multiplied
+    there is left out of the sums. Longer than a screen, as above.
+    """
+    k_tiles, v_tiles, k_full, k_empty, v_full, v_empty = ring
+    done, first, num_tiles = tiles
+    kv_start, kv_end, _full_start, _full_end, _list_positions_ptr = run
+    dtype: gl.constexpr = q_tile.dtype
+    ROWS: gl.constexpr = acc.shape[0]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_KV, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    row_o: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    zero = gl.full([ROWS, TILE_KV], 0.0, gl.float32, layout=s_layout)
+    q = q_tile.load(gl.DotOperandLayout(0, s_layout, 2))
+
+    stop = done + num_tiles
+    stage = done % STAGES
+    mbarrier.wait(k_full.index(stage), (done // STAGES) & 1)
+    s = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(num_outstanding=0, deps=[s])
+    group_barrier()
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    p = gl.full([ROWS, TILE_KV], 0.0, dtype, layout=p_layout)
+    mbarrier.wait(k_full.index((done + 1) % STAGES), ((done + 1) // STAGES) & 1, pred=num_tiles > 1)
+    mbarrier.wait(v_full.index(stage), (done // STAGES) & 1)
+    if first < kv_start:
+        clear_outside(v_tiles.index(stage), first, kv_start, kv_end, TILE_KV, HEAD_DIM)
+    for i in range(done, stop):
+        after = i + 1
+        stage = gl.minimum(after, stop - 1) % STAGES
+        before = gl.maximum(i - 1, done)
+        s_token = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(before % STAGES), (before // STAGES) & 1)
+        acc_token = warpgroup_mma(p, v_tiles.index(before % STAGES), acc, use_acc=before > done, is_async=True)
+        weights, rescale, row_max, row_sum = weigh(
+            s, row_max, row_sum, first + (i - done) * TILE_KV, run, bounds, TILE_KV, SOFT_CAP, HAS_LISTS
+        )
+        next_p = gl.convert_layout(weights.to(dtype), p_layout)
+        # as above, between the weights and the wait for the products
+        mbarrier.wait(k_full.index((i + 2) % STAGES), ((i + 2) // STAGES) & 1, pred=i + 2 < stop)
+        s, acc = warpgroup_mma_wait(num_outstanding=0, deps=[s_token, acc_token])
+        group_barrier()
+        mbarrier.arrive(k_empty.index(stage), count=1, pred=after < stop)
+        mbarrier.arrive(v_empty.index(before % STAGES), count=1, pred=i > done)
+        acc = acc * gl.convert_layout(rescale, row_o)[:, None]
+        p = next_p
+    stage = (stop - 1) % STAGES
+    last_first = first + (num_tiles - 1) * TILE_KV
+    mbarrier.wait(v_full.index(stage), ((stop - 1) // STAGES) & 1)
+    if last_first + TILE_KV > kv_end:
+        clear_outside(v_tiles.index(stage), last_first, kv_start, kv_end, TILE_KV, HEAD_DIM)
+    acc_token = warpgroup_mma(p, v_tiles.index(stage), acc, use_acc=num_tiles > 1, is_async=True)
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc_token])
+    group_barrier()
+    mbarrier.arrive(v_empty.index(stage), count=1)
+    return acc, row_max, row_sum
 
 
 @jit
@@ -331,12 +432,13 @@ def find_rows(task_ptr, PART: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.conste
 
 
 @jit
-def by_sixteen_bytes(ptrs):
-    """Addresses of rows, which eights of 16-bit numbers may be read from at once.
+def by_sixteen_bytes(starts, offsets):
+    """Addresses of rows from where each starts, which eights of 16-bit numbers may be read from at once.
 
-    What Triton knows of the kernel's arguments does not reach the groups of a warp_specialize.
+    What Triton knows of the kernel's arguments does not reach the groups of a warp_specialize. It is said of the sum,
+    which is made here: said of a function's argument it would be lost.
     """
-    return gl.max_contiguous(gl.multiple_of(ptrs, [1, 16]), [1, 8])
+    return gl.max_contiguous(gl.multiple_of(starts + offsets, [1, 16]), [1, 8])
 
 
 @jit
@@ -354,9 +456,11 @@ def load_queries(
     dim = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))
     strides = rows[1]
     starts = row * strides[0] + head * strides[1]
-    ptrs = rows[0] + starts[:, None] + (dim.to(gl.int64) * strides[2])[None, :]
+    ptrs = rows[0] + starts[:, None]
     if HAS_WIDE_ROWS:
-        ptrs = by_sixteen_bytes(ptrs)
+        ptrs = by_sixteen_bytes(ptrs, dim[None, :])
+    else:
+        ptrs += (dim.to(gl.int64) * strides[2])[None, :]
     q_tile.store(gl.load(ptrs, mask=is_live[:, None], other=0.0))
     fence_async_shared()
     group_barrier()
@@ -419,7 +523,7 @@ def weigh(
     [MASK-BEFORE-MAX]
     """
     _kv_start, _kv_end, full_start, full_end, _list_positions_ptr = run
-    _mask_start, _mask_end, q_idx, slope, product_slope, score_scale, cap_factor, cap = bounds
+    _mask_start, _mask_end, _q_idx, _slope, _product_slope, score_scale, cap_factor, cap = bounds
     x = s.reshape([s.shape[0], TILE_KV // 8, 8])
     layout: gl.constexpr = x.type.layout
     of_lanes: gl.constexpr = gl.SliceLayout(1, layout)  # [ROWS, 8]
@@ -428,13 +532,7 @@ def weigh(
     lane = gl.arange(0, 8, layout=gl.SliceLayout(0, of_lanes))
     is_masked = (first < full_start) | (first + TILE_KV > full_end)
     if SCORE == ALIBI:
-        # slope (kv - q) in two parts: that of the eight, from the tile's key nearest to the row so that little is lost
-        # in float32, joins the product; the rest, of row and lane alone, the maximum and what is subtracted
-        near = gl.minimum(gl.maximum(q_idx - first, 0), TILE_KV)
-        distance = eight.to(gl.float32)[None, :, None] - spread(near.to(gl.float32), layout)
-        x = x + spread(product_slope, layout) * distance
-        rest = gl.convert_layout(first + near - q_idx, of_rows)[:, None] + lane[None, :]
-        rest = gl.convert_layout(slope, of_rows)[:, None] * rest.to(gl.float32)
+        rest = rest_of_bias(first, bounds, TILE_KV, layout)
     if is_masked:
         x = mask_scores(x, first, eight, lane, run, bounds, HAS_LISTS)
     tile_max = gl.max(x, axis=1)
@@ -455,8 +553,7 @@ def weigh(
     elif SCORE == ALIBI:
         x = x * score_scale - (gl.convert_layout(base, of_rows)[:, None] - rest).expand_dims(1)
     else:
-        powers = gl.exp2(gl.minimum(x * cap_factor, LARGEST_POWER))
-        x = reciprocal_of_pairs(1.0 + powers) * (-2 * cap) + spread(cap - base, layout)
+        x = shares_of_cap(x, cap_factor) * (-2 * cap) + spread(cap - base, layout)
         if is_masked:
             x = mask_scores(x, first, eight, lane, run, bounds, HAS_LISTS)
     weights = gl.exp2(x)
@@ -464,6 +561,48 @@ def weigh(
     tile_sum = gl.convert_layout(gl.sum(gl.sum(weights, axis=1), axis=1), row_max.type.layout)
     weights = gl.convert_layout(weights.reshape(s.shape), s.type.layout)
     return weights, rescale, new_max, row_sum * rescale + tile_sum
+
+
+@jit
+def start_scores(zero, first, bounds, TILE_KV: gl.constexpr, SCORE: gl.constexpr):
+    """What the product of q and k is added to: of a bias, where its eights of keys begin, before sm_scale.
+
+    slope (kv - q) in two parts, that of the eight, from the tile's key nearest to the row so that little is lost in
+    float32, and that of row and lane alone, which `rest_of_bias` has.
+    """
+    if SCORE == ALIBI:
+        x = zero.reshape([zero.shape[0], TILE_KV // 8, 8])
+        layout: gl.constexpr = x.type.layout
+        eight = gl.arange(0, TILE_KV // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout))) * 8
+        way, _far = find_ways(first, bounds[2], TILE_KV, layout)
+        slope = gl.convert_layout(bounds[4], gl.SliceLayout(1, way.type.layout))[:, None]
+        begin = (slope * way).expand_dims(1)
+        x = gl.fma(slope.expand_dims(1) + x, eight.to(gl.float32)[None, :, None] + x, begin + x)
+        return gl.convert_layout(x.reshape(zero.shape), zero.type.layout)
+    else:
+        return zero
+
+
+@jit
+def rest_of_bias(first, bounds, TILE_KV: gl.constexpr, layout: gl.constexpr):
+    """What scores that began with `start_scores` still lack of their bias, [ROWS, 8], in base 2."""
+    way, far = find_ways(first, bounds[2], TILE_KV, layout)
+    of_rows: gl.constexpr = gl.SliceLayout(1, way.type.layout)
+    slope = gl.convert_layout(bounds[4], of_rows)[:, None]
+    # what rounding moved the begin of the eights by, exactly
+    moved = gl.fma(slope + 0.0 * way, way, -(slope * way))
+    return (gl.convert_layout(bounds[3], of_rows) * far)[:, None] + moved * bounds[5]
+
+
+@jit
+def find_ways(first, q_idx, TILE_KV: gl.constexpr, layout: gl.constexpr):
+    """From the tile's key nearest to the row to the first eight, for every lane, [ROWS, 8]; to the row, [ROWS]."""
+    of_lanes: gl.constexpr = gl.SliceLayout(1, layout)
+    of_rows: gl.constexpr = gl.SliceLayout(1, of_lanes)
+    near = gl.convert_layout(gl.minimum(gl.maximum(q_idx - first, 0), TILE_KV), of_rows)
+    lane = gl.arange(0, 8, layout=gl.SliceLayout(0, of_lanes))
+    far = gl.convert_layout(first - q_idx, of_rows) + near
+    return (lane[None, :] - near[:, None]).to(gl.float32), far.to(gl.float32)
 
 
 @jit
@@ -574,10 +713,18 @@ def store_rows(
     _lane, row, head, is_live = find_rows(task_ptr, PART, ROWS, HEADS, gl.SliceLayout(1, layout))
     dim = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))
     starts = row * out_strides[0] + head * out_strides[1]
-    ptrs = out_ptr + starts[:, None] + (dim.to(gl.int64) * out_strides[2])[None, :]
+    ptrs = out_ptr + starts[:, None]
     if HAS_WIDE_ROWS:
-        ptrs = by_sixteen_bytes(ptrs)
+        ptrs = by_sixteen_bytes(ptrs, dim[None, :])
+    else:
+        ptrs += (dim.to(gl.int64) * out_strides[2])[None, :]
     gl.store(ptrs, out, mask=is_live[:, None])
+
+
+@jit
+def shares_of_cap(x, cap_factor):
+    """(1 - tanh) / 2 of products by what makes 2 log2(e) times tanh's argument of them."""
+    return reciprocal_of_pairs(1.0 + gl.exp2(gl.minimum(x * cap_factor, LARGEST_POWER)))
 
 
 @jit

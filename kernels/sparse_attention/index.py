@@ -3,10 +3,11 @@
 A program marks the listed ids of one list in a bitmap of the request's ids, which drops holes and duplicates whatever
 the order, and reads the bitmap back in ascending order, which sorts. Sinks come before the ids and the window after
 them, so ids that either covers are left out and the one id that an edge cuts gives only its tokens beyond the edge.
-The tokens, with their slots, are written by several programs a list where lists are few: each marks all ids and writes
-a share of the tokens. The last to finish cuts the list into the chunks that attention tasks take. What is refused (an
-id outside its request, a page outside the pool or another request's, a list longer than the tier) is recorded; a
-refused list leaves its rows unwritten.
+Tokens that are in one page whatever the id make a unit: pages are looked up unit by unit, all of them before slots are
+written, which then wait for nothing far away. Several programs a list do so where lists are few: each marks all ids and
+writes a share of the tokens. The last to finish cuts the list into the chunks that attention tasks take. What is
+refused (an id outside its request, a page outside the pool or another request's, a list longer than the tier) is
+recorded; a refused list leaves its rows unwritten.
 
 Limits: one query row a request, at the last position; token positions below 2^31; the bitmap is in global memory.
 Atomics are relaxed: a barrier orders what one program does, and a fence for each would cost more than all the rest.
@@ -30,11 +31,12 @@ NONE_YET = tl.constexpr(2**31 - 1)  # of the places that one program looks at
 def index_kernel(
     indptr_ptr, indices_ptr, seqlen_kv_ptr, page_table_ptr, owned_ptr,
     list_slots_ptr, list_positions_ptr, list_lengths_ptr, row_positions_ptr, mask_ends_ptr,
-    tasks_ptr, merges_ptr, errors_ptr, bitmap_ptr, ids_ptr, tickets_ptr, generations_ptr,
+    tasks_ptr, merges_ptr, errors_ptr, bitmap_ptr, ids_ptr, bases_ptr, tickets_ptr, generations_ptr,
     capacity, max_pages, num_pages, num_words, max_ids, window, num_sink_tokens, batch_size,
     LISTS_PER_ROW: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    UNIT: tl.constexpr,
     PARTS: tl.constexpr,
     TILES_PER_LIST: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
@@ -43,6 +45,7 @@ def index_kernel(
     MERGE_WIDTH: tl.constexpr,
     TILE_KV: tl.constexpr,
     STEP: tl.constexpr,
+    EXPAND_STEP: tl.constexpr,
     TILE_WORDS: tl.constexpr,
     ENTRY_ROW: tl.constexpr,
     PAGE_ROW: tl.constexpr,
@@ -54,31 +57,33 @@ def index_kernel(
     list_idx = program // PARTS
     part = program % PARTS
     request = list_idx // LISTS_PER_ROW
+    # what none of the others waits for is asked for at once
     seqlen_kv = tl.load(seqlen_kv_ptr + request).to(tl.int32)
+    entries = (tl.load(indptr_ptr + list_idx), tl.load(indptr_ptr + list_idx + 1))
     # Sinks lie below sinks_end, the window from window_start on; ids add what lies between.
     window_start = tl.maximum(seqlen_kv - window, 0)
     sinks_end = tl.minimum(num_sink_tokens, window_start)
     bitmap_ptr += program * num_words
     ids_ptr += program * max_ids
-    clear_bitmap(bitmap_ptr, num_words, STEP)
-    tl.debug_barrier()
+    bases_ptr += program * max_ids * (BLOCK_SIZE // UNIT)
     first_bad = mark_entries(
-        indptr_ptr, indices_ptr, bitmap_ptr, list_idx, seqlen_kv, sinks_end, window_start, num_words, BLOCK_SIZE, STEP
+        entries, indices_ptr, bitmap_ptr, seqlen_kv, sinks_end, window_start, num_words, BLOCK_SIZE, STEP
     )
     tl.debug_barrier()
-    num_ids = read_marks(bitmap_ptr, ids_ptr, num_words, max_ids, TILE_WORDS)
     lead, tail = cut_edges(bitmap_ptr, sinks_end, window_start, num_words, BLOCK_SIZE)
+    num_ids = read_marks(bitmap_ptr, ids_ptr, num_words, max_ids, TILE_WORDS)
     tl.debug_barrier()
+    clear_bitmap(bitmap_ptr, num_words, STEP)  # for the next launch
     num_middle = num_ids * BLOCK_SIZE - lead - tail
     num_tokens = sinks_end + num_middle + seqlen_kv - window_start
     fits = (num_ids <= max_ids) & (num_tokens <= capacity)
     share = tl.cdiv(tl.where(fits, num_tokens, 0), PARTS)
     begin = part.to(tl.int32) * share
-    bad_page, bad_owner = expand_ids(
-        ids_ptr, page_table_ptr + request * max_pages, owned_ptr, request * num_pages,
-        list_slots_ptr + list_idx * capacity, list_positions_ptr + list_idx * capacity,
-        begin, tl.where(fits, tl.minimum(begin + share, num_tokens), 0), sinks_end, num_middle, lead, window_start,
-        num_pages, BLOCK_SIZE, PAGE_SIZE, STEP,
+    end = tl.where(fits, tl.minimum(begin + share, num_tokens), 0)
+    bad_page, bad_owner = write_lists(
+        begin, end, sinks_end, num_middle, lead, window_start, ids_ptr, bases_ptr,
+        (page_table_ptr + request * max_pages, num_pages, owned_ptr, request * num_pages),
+        list_slots_ptr, list_positions_ptr, list_idx * capacity, BLOCK_SIZE, PAGE_SIZE, UNIT, EXPAND_STEP,
     )  # fmt: skip
     record(errors_ptr + ENTRY_ROW, first_bad, tl.zeros([], tl.int64))
     record(errors_ptr + PAGE_ROW, bad_page, request * max_pages)
@@ -111,7 +116,8 @@ def clear_bitmap(bitmap_ptr, num_words, STEP: tl.constexpr):
 
 @triton.jit
 def mark_entries(
-    indptr_ptr, indices_ptr, bitmap_ptr, list_idx, seqlen_kv, sinks_end, window_start, num_words,
+    entries,  # where the list's begin, and end
+    indices_ptr, bitmap_ptr, seqlen_kv, sinks_end, window_start, num_words,
     BLOCK_SIZE: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
@@ -119,8 +125,7 @@ def mark_entries(
 
     [SET-RANGE, SET-HOLE]
     """
-    start = tl.load(indptr_ptr + list_idx)
-    end = tl.load(indptr_ptr + list_idx + 1)
+    start, end = entries
     # a bitmap of a tier may be shorter than a request that has outgrown it
     num_ids = tl.minimum((seqlen_kv + BLOCK_SIZE - 1) // BLOCK_SIZE, num_words * 32)
     first_id = sinks_end // BLOCK_SIZE
@@ -189,39 +194,142 @@ def is_marked(bitmap_ptr, idx, num_words):
 
 
 @triton.jit
-def expand_ids(
-    ids_ptr, page_row_ptr, owned_ptr, first_owned, slots_ptr, positions_ptr,
-    begin, end, sinks_end, num_middle, lead, window_start, num_pages,
+def write_lists(
+    begin, end,  # tokens of the list, sinks and window included
+    sinks_end, num_middle, lead, window_start, ids_ptr, bases_ptr, pages, slots_ptr, positions_ptr, first_entry,
     BLOCK_SIZE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    UNIT: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """Position and slot of the list's tokens from begin up to end; the first page outside the pool, and not owned.
+    """Writes slots and positions of the list's tokens; the first page outside the pool, and not owned.
 
     [BLOCK-EXPAND, SET-UNION, COORD-SLOT, COORD-PAGE-RANGE, SAFE-OWNER]
     """
-    bad = tl.full([STEP], NONE_YET, tl.int32)
-    foreign = tl.full([STEP], NONE_YET, tl.int32)
+    faults = (tl.full([STEP], NONE_YET, tl.int32), tl.full([STEP], NONE_YET, tl.int32))
+    # counted from the first id's first token, which may be among the sinks
+    first = tl.maximum(begin - sinks_end, 0) + lead
+    past = tl.minimum(end - sinks_end, num_middle) + lead
+    first_middle = first_entry + sinks_end - lead
+    if UNIT == 1:
+        faults = place_units(
+            first, past, ids_ptr, pages, slots_ptr + first_middle, positions_ptr, first_middle,
+            faults, BLOCK_SIZE, PAGE_SIZE, UNIT, STEP,
+        )  # fmt: skip
+    else:
+        faults = place_units(
+            first, past, ids_ptr, pages, bases_ptr, None, first_middle, faults, BLOCK_SIZE, PAGE_SIZE, UNIT, STEP
+        )
+        tl.debug_barrier()
+        write_middle(first, past, ids_ptr, bases_ptr, slots_ptr, positions_ptr, first_middle, BLOCK_SIZE, UNIT, STEP)
+    faults = write_run(
+        begin, tl.minimum(end, sinks_end), 0, pages, slots_ptr, positions_ptr, first_entry, faults, PAGE_SIZE, STEP
+    )
+    past_middle = sinks_end + num_middle
+    faults = write_run(
+        tl.maximum(begin, past_middle), end, window_start - past_middle,
+        pages, slots_ptr, positions_ptr, first_entry, faults, PAGE_SIZE, STEP,
+    )  # fmt: skip
+    return tl.min(faults[0], axis=0), tl.min(faults[1], axis=0)
+
+
+@triton.jit
+def place_units(
+    first, past,  # tokens of ids
+    ids_ptr, pages, bases_ptr, positions_ptr, first_position,
+    faults,
+    BLOCK_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    UNIT: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """Writes the slot of the first token of every unit of ids, -1 where its page is no page; the faults so far.
+
+    A step asks for the pages of the next one before it writes its own.
+    """
+    start, end = first // UNIT, (past + UNIT - 1) // UNIT
+    next_position, next_page = load_pages(start, end, ids_ptr, pages[0], BLOCK_SIZE, PAGE_SIZE, UNIT, STEP)
+    for step in range(start, end, STEP):
+        position, page = next_position, next_page
+        next_position, next_page = load_pages(step + STEP, end, ids_ptr, pages[0], BLOCK_SIZE, PAGE_SIZE, UNIT, STEP)
+        unit = step + tl.arange(0, STEP)
+        slot, faults = find_slots(position, page, unit < end, pages, faults, bases_ptr.dtype.element_ty, PAGE_SIZE)
+        tl.store(bases_ptr + unit, slot, mask=unit < end)
+        if positions_ptr is not None:
+            tl.store(positions_ptr + first_position + unit, position, mask=unit < end)
+    return faults
+
+
+@triton.jit
+def load_pages(
+    start, end, ids_ptr, page_row_ptr,
+    BLOCK_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    UNIT: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """Position and page of the first token of units from start on, [STEP] each; 0 from end on."""
+    unit = start + tl.arange(0, STEP)
+    idx = tl.load(ids_ptr + unit // (BLOCK_SIZE // UNIT), mask=unit < end, other=0)
+    position = idx * BLOCK_SIZE + unit % (BLOCK_SIZE // UNIT) * UNIT
+    return position, tl.load(page_row_ptr + position // PAGE_SIZE, mask=unit < end, other=0)
+
+
+@triton.jit
+def find_slots(position, page, is_read, pages, faults, dtype: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """Slots of positions, [STEP], as wide as the pool asks for, -1 where the page is no page; the faults so far.
+
+    [COORD-SLOT, COORD-WIDE, COORD-PAGE-RANGE, SAFE-OWNER]
+    """
+    _, num_pages, owned_ptr, first_owned = pages
+    bad, foreign = faults
+    logical = position // PAGE_SIZE
+    is_sound = (page >= 0) & (page < num_pages)
+    bad = tl.minimum(bad, tl.where(is_read & ~is_sound, logical, NONE_YET))
+    if owned_ptr is not None:
+        is_owned = tl.load(owned_ptr + first_owned + page, mask=is_read & is_sound, other=1) != 0
+        foreign = tl.minimum(foreign, tl.where(is_owned, NONE_YET, logical))
+    slot = tl.where(is_sound, page.to(dtype) * PAGE_SIZE + position % PAGE_SIZE, -1)
+    return slot, (bad, foreign)
+
+
+@triton.jit
+def write_middle(
+    first, past,  # tokens of ids
+    ids_ptr, bases_ptr, slots_ptr, positions_ptr, first_entry,
+    BLOCK_SIZE: tl.constexpr,
+    UNIT: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """Slots of the tokens of ids, from those of their units. [BLOCK-EXPAND]"""
+    for start in range(first, past, STEP):
+        token = start + tl.arange(0, STEP)
+        is_token = token < past
+        base = tl.load(bases_ptr + token // UNIT, mask=is_token, other=-1)
+        tl.store(slots_ptr + first_entry + token, base + token % UNIT, mask=base >= 0)
+        if positions_ptr is not None:
+            idx = tl.load(ids_ptr + token // BLOCK_SIZE, mask=is_token, other=0)
+            tl.store(positions_ptr + first_entry + token, idx * BLOCK_SIZE + token % BLOCK_SIZE, mask=is_token)
+
+
+@triton.jit
+def write_run(
+    begin, end,  # tokens of the list
+    shift, pages, slots_ptr, positions_ptr, first_entry, faults,
+    PAGE_SIZE: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """Slots of tokens whose positions follow each other: sinks, or the window; the faults so far."""
     for start in range(begin, end, STEP):
         token = start + tl.arange(0, STEP)
         is_token = token < end
-        is_middle = is_token & (token >= sinks_end) & (token < sinks_end + num_middle)
-        place = tl.where(is_middle, token - sinks_end + lead, 0)
-        idx = tl.load(ids_ptr + place // BLOCK_SIZE, mask=is_middle, other=0, cache_modifier=".cg")
-        local = tl.where(token < sinks_end, token, token - sinks_end - num_middle + window_start)
-        position = tl.where(is_middle, idx * BLOCK_SIZE + place % BLOCK_SIZE, local)
-        logical = position // PAGE_SIZE
-        page = tl.load(page_row_ptr + logical, mask=is_token, other=0)
-        is_bad = is_token & ((page < 0) | (page >= num_pages))
-        bad = tl.minimum(bad, tl.where(is_bad, logical, NONE_YET))
-        is_sound = is_token & ~is_bad
-        if owned_ptr is not None:
-            is_owned = tl.load(owned_ptr + first_owned + page, mask=is_sound, other=1) != 0
-            foreign = tl.minimum(foreign, tl.where(is_owned, NONE_YET, logical))
-        slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
-        tl.store(slots_ptr + token, slot, mask=is_sound)
-        tl.store(positions_ptr + token, position, mask=is_token)
-    return tl.min(bad, axis=0), tl.min(foreign, axis=0)
+        position = token + shift
+        page = tl.load(pages[0] + position // PAGE_SIZE, mask=is_token, other=0)
+        slot, faults = find_slots(position, page, is_token, pages, faults, slots_ptr.dtype.element_ty, PAGE_SIZE)
+        tl.store(slots_ptr + first_entry + token, slot, mask=is_token & (slot >= 0))
+        if positions_ptr is not None:
+            tl.store(positions_ptr + first_entry + token, position, mask=is_token)
+    return faults
 
 
 @triton.jit

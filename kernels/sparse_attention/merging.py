@@ -178,9 +178,9 @@ def live_rows(q_count, request, generations_ptr, batch_size):
 
 @triton.jit
 def merge_when_last(
-    merge, tickets_ptr, merges_ptr, partial_acc_ptr, partial_max_ptr, partial_sum_ptr, sink_logits_ptr,
+    rows, num_partials,  # of the tile
+    merge_ptr, ticket_ptr, partial_acc_ptr, partial_max_ptr, partial_sum_ptr, sink_logits_ptr,
     generations_ptr, batch_size, out_ptr, lse_ptr, out_strides, lse_strides,
-    MERGE_WIDTH: tl.constexpr,
     TILE_M: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM_VO: tl.constexpr,
@@ -190,15 +190,12 @@ def merge_when_last(
     TILE_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Counts this chunk of a tile as done; the program of the last one merges them all, in the order of the chunks."""
-    merge_ptr = merges_ptr + merge.to(tl.int64) * MERGE_WIDTH
-    num_partials = tl.load(merge_ptr + 5)
-    num_lanes = tl.load(merge_ptr + 1) * HEADS
     # every thread's part of the state must be out before the count is
     tl.debug_barrier()
-    done = tl.atomic_add(tickets_ptr + merge, 1, sem="acq_rel") + 1
+    done = tl.atomic_add(ticket_ptr, 1, sem="acq_rel") + 1
     if done == num_partials:
-        tl.store(tickets_ptr + merge, 0)
-        for first in range(0, num_lanes, LANES):
+        tl.store(ticket_ptr, 0)
+        for first in range(0, rows * HEADS, LANES):
             merge_lanes(
                 first + tl.arange(0, LANES), merge_ptr, partial_acc_ptr, partial_max_ptr, partial_sum_ptr,
                 sink_logits_ptr, generations_ptr, batch_size, out_ptr, lse_ptr, out_strides, lse_strides,

@@ -28,11 +28,13 @@ from attnconform.kernels.sparse_attention.candidates import (
     first_index,
     lists_per_block,
     order_by_slot,
+    slot_dtype,
 )
 from attnconform.kernels.sparse_attention.dropout import Dropout
 from attnconform.kernels.sparse_attention.errors import PlanError
 from attnconform.kernels.sparse_attention.graphs import GraphCache
 from attnconform.kernels.sparse_attention.hopper_choice import Call, choose_box
+from attnconform.kernels.sparse_attention.hopper_union_choice import choose_union_box
 from attnconform.kernels.sparse_attention.quantization import KVQuantization, scale_shape
 from attnconform.kernels.sparse_attention.rules import (
     LoweredMask,
@@ -89,8 +91,8 @@ class Plan:
     q_block_size: int | None
     window: int | None
     list_indptr: Tensor | None  # (num_lists + 1,) int32
-    list_positions: Tensor | None  # (num_entries,) int32
-    list_slots: Tensor | None  # (num_entries,) int64
+    list_positions: Tensor | None  # (num_entries,) int32; a tier may do without
+    list_slots: Tensor | None  # (num_entries,) int32, or int64 where the pool has more slots than that counts
     list_members: Tensor | None  # (num_entries,) bool
 
     mask_starts: Tensor  # (1 or num_qo_heads, total_q) int32
@@ -256,6 +258,7 @@ def plan(
         geometry,
         has_local=bool(window) or num_sink_tokens > 0,
         rows_per_union=rows_per_union,
+        box=choose_union_box(geometry, call, rows_per_union, device),
     )
     return Plan(
         **shape_fields(geometry, page_size, num_pages),
@@ -264,7 +267,9 @@ def plan(
         device=device,
         sm_scale=float(sm_scale),
         **_row_fields(placed(cache, device), placed(rows, device), placed(mask, device)),
-        **_list_fields(candidates, lists and placed(lists, device), listed_window),
+        **_list_fields(
+            candidates, lists and placed(lists, device), listed_window, slot_dtype(num_pages, cache.page_size)
+        ),
         **score_fields(lower_score(tuple(score_rules), num_qo_heads, device)),
         sink_logits=check_sink_logits(sink_logits, num_qo_heads, device),
         launches=launches,
@@ -371,7 +376,9 @@ def _row_fields(cache: CheckedCache, rows: QueryRows, mask: LoweredMask) -> dict
     }
 
 
-def _list_fields(candidates: CandidateLists | None, lists: CanonicalLists | None, window: int | None) -> dict[str, Any]:
+def _list_fields(
+    candidates: CandidateLists | None, lists: CanonicalLists | None, window: int | None, slots: torch.dtype
+) -> dict[str, Any]:
     """Fields of a plan that hold its lists."""
     return {
         "sharing": candidates.sharing if candidates else None,
@@ -379,7 +386,7 @@ def _list_fields(candidates: CandidateLists | None, lists: CanonicalLists | None
         "window": window,
         "list_indptr": lists.indptr if lists else None,
         "list_positions": lists.positions if lists else None,
-        "list_slots": lists.slots if lists else None,
+        "list_slots": lists.slots.to(slots) if lists else None,
         "list_members": lists.members if lists else None,
     }
 

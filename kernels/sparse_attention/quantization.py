@@ -93,12 +93,11 @@ def pair_assembly(quant: KVQuantization | None, dtype: torch.dtype, device: torc
 
 
 def _float8_assembly(code_type: str, part: int) -> str:
-    """A pair is converted at once; the halves of two pairs are then sorted."""
+    """The codes of two pairs are sorted, first ones below second ones; two are then converted at once."""
     return (
-        "{ .reg .b16 h0, h1, a0, a1, b0, b1; .reg .b32 a, b;"
-        " mov.b32 {h0, h1}, $1;"
-        f" cvt.rn.f16x2.{code_type} a, h0; cvt.rn.f16x2.{code_type} b, h1;"
-        f" mov.b32 {{a0, a1}}, a; mov.b32 {{b0, b1}}, b; mov.b32 $0, {{a{part}, b{part}}}; }}"
+        "{ .reg .b16 h0, h1; .reg .b32 t;"
+        " prmt.b32 t, $1, 0, 0x3120; mov.b32 {h0, h1}, t;"
+        f" cvt.rn.f16x2.{code_type} $0, h{part}; }}"
     )
 
 

@@ -23,6 +23,7 @@ from attnconform.kernels.sparse_attention.candidates import (
 )
 from attnconform.kernels.sparse_attention.rules import LoweredMask
 from attnconform.kernels.sparse_attention.tuning import (
+    MANY_TASKS,
     MAX_SPLITS,
     MIN_TILES_PER_SPLIT,
     PROGRAMS_PER_PROCESSOR,
@@ -32,6 +33,7 @@ from attnconform.kernels.sparse_attention.tuning import (
     choose_shape,
     largest_tile_m,
     merges_in_launch,
+    programs_at_once,
     runs_on_hopper,
 )
 
@@ -58,7 +60,7 @@ class Launch:
     """Tiles of one shape and the workspace of their partial states."""
 
     shape: TileShape
-    tasks: Tensor  # (num_tasks, len(TASK_FIELDS)) int32, longest first
+    tasks: Tensor  # (num_tasks, len(TASK_FIELDS)) int32, as order_tasks has them
     merges: Tensor  # (num_merges, len(MERGE_FIELDS)) int32
     partial_acc: Tensor  # (num_partials, tile_m, head_dim_vo) float32, not normalized
     partial_max: Tensor  # (num_partials, tile_m) float32, base 2
@@ -232,14 +234,35 @@ def _cut_tasks(tiles: Tiles, shape: TileShape, geometry: Geometry, device: torch
         "merge": torch.where(is_chunk, (num_chunks > 1).cumsum(0)[tile] - 1, -1),
     }
     tasks = torch.stack([columns[name] for name in TASK_FIELDS], dim=1).int()
-    longest_first = torch.argsort(kv_start - kv_end, stable=True)
+    is_row_of_its_own = geometry.sharing is not None and shape.tile_q == 1
+    order = order_tasks(
+        tiles.request[tile], tiles.kv_head[tile], kv_end - kv_start, geometry.num_processors if is_row_of_its_own else 0
+    )
     return make_launch(
-        tasks[longest_first].contiguous().to(device, non_blocking=True),
+        tasks[order].contiguous().to(device, non_blocking=True),
         _merge_table(tiles, num_chunks).to(device, non_blocking=True),
         shape,
         int(is_chunk.sum()),
         geometry.head_dim_vo,
     )
+
+
+def order_tasks(
+    request: Tensor,  # (num_tasks,) ascending, as are the rows of a request
+    kv_head: Tensor,
+    length: Tensor,  # of its keys or blocks
+    num_processors: int,  # 0: longest first
+) -> Tensor:
+    """Longest first, so that no long one is last; or one KV head of a request after another, its rows in order.
+
+    The latter where a head of a request has many tasks, none of them long against a processor's share: what they read
+    of its cache stays in L2 meanwhile. 131,072 rows apart took 8.3 ms so, and 8.8 longest first.
+    """
+    least = MANY_TASKS * num_processors
+    is_many = bool(least) and request.numel() >= least * (int(request.max()) + 1 if request.numel() else 1)
+    if is_many and int(length.max()) * least <= int(length.sum()):
+        return torch.argsort(request * (int(kv_head.max()) + 1) + kv_head, stable=True)
+    return torch.argsort(-length, stable=True)
 
 
 def make_launch(tasks: Tensor, merges: Tensor, shape: TileShape, num_partials: int, head_dim_vo: int) -> Launch:
@@ -265,13 +288,29 @@ def _steps_per_task(num_steps: Tensor, shape: TileShape, geometry: Geometry) -> 
     if asked is not None:
         num_chunks = torch.full_like(num_steps, asked)
     else:
-        num_programs = geometry.num_processors * PROGRAMS_PER_PROCESSOR
-        # A prefill tile's partial state is large; only tiles far above the mean are worth cutting.
-        slack = 4 if shape.tile_m > SMALL_TILE_M else 1
-        longest = max(MIN_TILES_PER_SPLIT, -(-int(num_steps.sum()) * slack // max(1, num_programs)))
+        longest = max(MIN_TILES_PER_SPLIT, _longest_task(num_steps, shape, geometry))
         num_chunks = torch.clamp((num_steps + longest - 1) // longest, max=MAX_SPLITS)
     num_chunks = torch.clamp(num_chunks, min=1)
     return torch.clamp((num_steps + num_chunks - 1) // num_chunks, min=1)
+
+
+def _longest_task(num_steps: Tensor, shape: TileShape, geometry: Geometry) -> int:
+    """Steps from which on a tile is cut: the fewest that leave all decode tasks running side by side, if any do."""
+    total = int(num_steps.sum())
+    # A prefill tile's partial state is large; only tiles far above the mean are worth cutting.
+    slack = 4 if shape.tile_m > SMALL_TILE_M else 1
+    share = -(-total * slack // max(1, geometry.num_processors * PROGRAMS_PER_PROCESSOR))
+    at_once = programs_at_once(shape, geometry)
+    if slack > 1 or num_steps.numel() > at_once:
+        return share
+    least, most = max(1, -(-total // at_once)), max(1, int(num_steps.max()) if num_steps.numel() else 1)
+    while least < most:
+        middle = (least + most) // 2
+        if int(torch.clamp((num_steps + middle - 1) // middle, min=1).sum()) <= at_once:
+            most = middle
+        else:
+            least = middle + 1
+    return least
 
 
 def _merge_table(tiles: Tiles, num_chunks: Tensor) -> Tensor:

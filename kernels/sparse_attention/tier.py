@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import gcd
 from typing import Any, Literal
 
 import torch
 import triton
 from torch import Tensor
 
-from attnconform.kernels.sparse_attention.candidates import lists_per_block
+from attnconform.kernels.sparse_attention.candidates import lists_per_block, slot_dtype
 from attnconform.kernels.sparse_attention.errors import PlanError
 from attnconform.kernels.sparse_attention.forward import launch_run
 from attnconform.kernels.sparse_attention.graphs import GraphCache, call_or_replay
@@ -41,6 +42,7 @@ from attnconform.kernels.sparse_attention.plan import (
     score_fields,
     shape_fields,
 )
+from attnconform.kernels.sparse_attention.prepared import addresses_of
 from attnconform.kernels.sparse_attention.quantization import KVQuantization
 from attnconform.kernels.sparse_attention.rules import ScoreRule, lower_score
 from attnconform.kernels.sparse_attention.run_checks import check_run
@@ -76,6 +78,7 @@ class Tier:
     num_programs: int  # of the index
     num_warps: int
     fixed: dict[str, object]
+    fixed_values: tuple[object, ...]  # of `fixed`, as a launch takes them
     prepared: dict[object, Any] = field(default_factory=dict)
     graphs: GraphCache = field(default_factory=GraphCache)
 
@@ -109,6 +112,12 @@ class Tier:
         v_scale: Tensor | None = None,
     ) -> None:
         """`update`, then `run`; one graph launch where these very tensors came before. [PLAN-REPLAY]"""
+        # told apart before anything else is done: with short kernels a step takes as long as this function
+        if self.graphs.replay((
+            id(indptr), id(indices), id(seqlen_kv), id(page_table), id(owned),
+            id(q), id(k_cache), id(v_cache), id(k_scale), id(v_scale), id(out), id(lse),
+        )):  # fmt: skip
+            return
         inputs = (indptr, indices, seqlen_kv, page_table, owned)
         tensors = (q, k_cache, v_cache, k_scale, v_scale, out, lse)
 
@@ -131,10 +140,11 @@ class Tier:
 
     def _launch(self, inputs: tuple[Tensor | None, ...]) -> None:
         # Triton looks through every argument of a call; between two updates only these can differ in kind
-        key = tuple(None if t is None else (t.data_ptr() % 16, t.dtype) for t in inputs)
+        addresses = addresses_of(inputs)
+        key = tuple([None if t is None else (a % 16, t.dtype) for a, t in zip(addresses, inputs, strict=True)])
         runner = self.prepared.get(key)
         if runner is not None:
-            runner(*inputs, *self.fixed.values())
+            runner(*addresses, *self.fixed_values)
             return
         compiled = index_kernel[(self.num_programs,)](*inputs, **self.fixed, num_warps=self.num_warps)
         if not IS_INTERPRETED:
@@ -212,6 +222,7 @@ def plan_tier(
     k_quant: KVQuantization | None = None,
     v_quant: KVQuantization | None = None,
     has_generations: bool = False,  # rows may be retired
+    with_positions: bool = False,  # lists hold positions beside slots even where no rule asks for them
     index_parts: int | None = None,  # programs that share a list's index: a hint
     choice: Choice = NO_CHOICE,
 ) -> Tier:
@@ -245,7 +256,13 @@ def plan_tier(
         sm_scale=float(sm_scale),
         **_row_fields(batch_size, -(-max_seqlen_kv // page_size), device, has_generations),
         sharing=sharing,
-        **_list_fields(batch_size * lists_per_block(sharing, num_qo_heads, num_kv_heads), capacity, device),
+        **_list_fields(
+            batch_size * lists_per_block(sharing, num_qo_heads, num_kv_heads),
+            capacity,
+            slot_dtype(num_pages, page_size),
+            device,
+            has_positions=with_positions or bool(score_rules),
+        ),
         **score_fields(lower_score(tuple(score_rules), num_qo_heads, device)),
         sink_logits=check_sink_logits(sink_logits, num_qo_heads, device),
         launches=(_static_launch(batch_size, capacity, geometry, device),),
@@ -274,14 +291,17 @@ def _row_fields(batch_size: int, max_pages: int, device: torch.device, has_gener
     }
 
 
-def _list_fields(num_lists: int, capacity: int, device: torch.device) -> dict[str, Any]:
+def _list_fields(
+    num_lists: int, capacity: int, slots: torch.dtype, device: torch.device, *, has_positions: bool
+) -> dict[str, Any]:
     """Fields of a plan for lists of a fixed place each; window and sinks are entries like others."""
+    num_entries = num_lists * capacity
     return {
         "q_block_size": 1,
         "window": None,
         "list_indptr": torch.arange(num_lists + 1, dtype=torch.int32, device=device) * capacity,
-        "list_positions": torch.zeros(num_lists * capacity, dtype=torch.int32, device=device),
-        "list_slots": torch.zeros(num_lists * capacity, dtype=torch.int64, device=device),
+        "list_positions": torch.zeros(num_entries, dtype=torch.int32, device=device) if has_positions else None,
+        "list_slots": torch.zeros(num_entries, dtype=slots, device=device),
         "list_members": torch.ones(1, dtype=torch.bool, device=device),
     }
 
@@ -295,10 +315,10 @@ def _static_launch(batch_size: int, capacity: int, geometry: Geometry, device: t
     tiles = _head_tiles(geometry.num_qo_heads, geometry.num_kv_heads, heads, lists_per_row)
     num_splits = count_tier_splits(batch_size * lists_per_row * len(tiles[0]), capacity, shape, geometry)
     tasks, merges = _static_tables(batch_size, tiles, num_splits, device)
-    if num_splits == 1:
-        # its tasks are never cut, and a kernel that merges nothing takes fewer registers
-        return replace(make_launch(tasks, merges, shape, 0, geometry.head_dim_vo), tickets=None)
-    return make_launch(tasks, merges, shape, len(tasks), geometry.head_dim_vo)
+    launch = make_launch(tasks, merges, shape, len(tasks) if num_splits > 1 else 0, geometry.head_dim_vo)
+    # where tasks are never cut, a kernel that merges nothing takes fewer registers
+    tickets = launch.tickets if num_splits > 1 else None
+    return replace(launch, tickets=tickets)
 
 
 def _make_tier(
@@ -317,7 +337,10 @@ def _make_tier(
     shape = choose_index_shape(num_lists, capacity, num_words, count_processors(plan.device))
     shape = replace(shape, parts=index_parts or shape.parts)
     sizes = {"capacity": capacity, "num_words": num_words, "max_ids": -(-capacity // block_size) + 2, **local}
-    storage = _index_storage(num_lists, shape.parts, num_words, sizes["max_ids"], plan.device)
+    unit = gcd(block_size, plan.page_size)  # tokens that are in one page whatever the id
+    units = block_size // unit if unit > 1 else 0
+    storage = _index_storage(num_lists, shape.parts, num_words, sizes["max_ids"], units, plan)
+    fixed = _index_arguments(plan, storage, sizes, block_size, shape)
     return Tier(
         plan=plan,
         granularity=granularity,
@@ -328,19 +351,30 @@ def _make_tier(
         list_lengths=storage["list_lengths_ptr"],
         num_programs=num_lists * shape.parts,
         num_warps=shape.num_warps,
-        fixed=_index_arguments(plan, storage, sizes, block_size, shape),
+        fixed=fixed,
+        fixed_values=addresses_of(fixed.values()),
     )
 
 
-def _index_storage(num_lists: int, parts: int, num_words: int, max_ids: int, device: torch.device) -> dict[str, Tensor]:
-    """What the index kernel writes beside the plan's lists; all of it is scratch but errors and lengths."""
-    lengths, bitmap, ids, tickets = (
-        torch.zeros(size, dtype=torch.int32, device=device)
-        for size in (num_lists, num_lists * parts * num_words, num_lists * parts * max_ids, num_lists * 2)
-    )
-    errors = torch.full((NUM_ERRORS,), NO_ERROR, dtype=torch.int64, device=device)
-    names = ("list_lengths_ptr", "errors_ptr", "bitmap_ptr", "ids_ptr", "tickets_ptr")
-    return dict(zip(names, (lengths, errors, bitmap, ids, tickets), strict=True))
+def _index_storage(
+    num_lists: int, parts: int, num_words: int, max_ids: int, units: int, plan: Plan
+) -> dict[str, Tensor]:
+    """What the index kernel writes beside the plan's lists; all of it is scratch but errors and lengths.
+
+    Between two launches the bitmap is 0, as are the tickets.
+    """
+    programs = num_lists * parts
+    counts = {
+        "list_lengths_ptr": num_lists,
+        "bitmap_ptr": programs * num_words,
+        "ids_ptr": programs * max_ids,
+        "tickets_ptr": num_lists * 2,
+    }
+    storage = {name: torch.zeros(count, dtype=torch.int32, device=plan.device) for name, count in counts.items()}
+    assert plan.list_slots is not None
+    storage["bases_ptr"] = plan.list_slots.new_zeros(max(1, programs * max_ids * units))
+    storage["errors_ptr"] = torch.full((NUM_ERRORS,), NO_ERROR, dtype=torch.int64, device=plan.device)
+    return storage
 
 
 def _index_arguments(
@@ -361,8 +395,10 @@ def _index_arguments(
         "batch_size": plan.batch_size,
         "BLOCK_SIZE": block_size,
         "PAGE_SIZE": plan.page_size,
+        "UNIT": gcd(block_size, plan.page_size),
         "PARTS": shape.parts,
         "STEP": shape.step,
+        "EXPAND_STEP": shape.expand_step,
         "TILE_WORDS": shape.tile_words,
         "ENTRY_ROW": ENTRY_ERROR,
         "PAGE_ROW": PAGE_ERROR,
@@ -411,22 +447,20 @@ def _static_tables(
     batch_size: int, tiles: list[list[HeadTile]], num_splits: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Tasks and merges with everything but the keys filled in; rows in the order of list, tile and split."""
-    tasks, merges = [], []
-    for request in range(batch_size):
-        for row_tiles in tiles:
-            for head_start, head_count, kv_head in row_tiles:
-                where = [request, request, 0, head_start, head_count, kv_head, 0, 0, 0, 0]
-                first, merge = len(tasks), len(merges)
-                if num_splits == 1:
-                    tasks.append([*where, -1, -1])
-                    continue
-                tasks += [[*where, first + s, merge] for s in range(num_splits)]
-                merges.append([request, 0, head_start, head_count, first, num_splits, request])
-    as_table = {"dtype": torch.int32, "device": device}
-    return (
-        torch.tensor(tasks, **as_table),
-        torch.tensor(merges, **as_table).reshape(-1, len(MERGE_FIELDS)),
-    )
+    per_row = torch.tensor([tile for row_tiles in tiles for tile in row_tiles], dtype=torch.int32)
+    request = torch.arange(batch_size, dtype=torch.int32).repeat_interleave(len(per_row))[:, None]
+    heads = per_row.repeat(batch_size, 1)
+    nothing = torch.zeros_like(request)
+    whole = torch.cat([request, request, nothing, heads, nothing.expand(-1, 4)], dim=1)
+    if num_splits == 1:
+        tasks = torch.cat([whole, (nothing - 1).expand(-1, 2)], dim=1)
+        return tasks.to(device), tasks.new_empty((0, len(MERGE_FIELDS)), device=device)
+    merge = torch.arange(len(whole), dtype=torch.int32)[:, None]
+    partial = torch.arange(len(whole) * num_splits, dtype=torch.int32)[:, None]
+    tasks = torch.cat([whole.repeat_interleave(num_splits, 0), partial, merge.repeat_interleave(num_splits, 0)], dim=1)
+    counts = [merge * num_splits, torch.full_like(merge, num_splits), request]
+    merges = torch.cat([request, nothing, heads[:, :2], *counts], dim=1)
+    return tasks.to(device), merges.to(device)
 
 
 def _check_sizes(

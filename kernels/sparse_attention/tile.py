@@ -203,7 +203,7 @@ def locate_keys(
     """
     kv_idx = key
     if HAS_LISTS:
-        slot = tl.load(lists[0] + key, mask=is_key, other=0)
+        slot = tl.load(lists[0] + key, mask=is_key, other=0).to(tl.int64)
         page = slot // PAGE_SIZE
         offset = slot % PAGE_SIZE
         if NEEDS_POSITIONS:

@@ -7,6 +7,7 @@ Figures beside a choice are from one H200. A measured choice of one shape and on
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Literal
 
 MIN_TILE_M = 16  # the least a tensor core takes
@@ -17,10 +18,13 @@ LARGE_TILE_M = 256
 HOPPER_TILE_M = 128
 HOPPER_TILE_KV = 128
 HOPPER_STAGES = 2
+HOPPER_CAPPED_TILE_KV = 64  # of a cap: the scores of two tiles, and q, are in registers
+HOPPER_CAPPED_STAGES = 4
 
 SMALLEST_SCALE = 2.0**-126  # below it a scale may be 0 in float32, which makes NaN of a masked score
 
 PROGRAMS_PER_PROCESSOR = 2
+WARPS_PER_PROCESSOR = 8  # of decode tasks that run at once
 MIN_TILES_PER_SPLIT = 4
 MAX_SPLITS = 64
 MAX_TIER_SPLITS = 64
@@ -30,9 +34,11 @@ MERGE_REGISTERS = 64  # of a thread, for what is read at once
 MERGE_SPLITS = 16
 MERGE_LAUNCH_SPLITS = 8  # where a launch of its own merges, a lane a program
 
-# The index of a tier. At 8 warps and 1,024 entries a program takes 48 registers a thread, so that 512 lists are one
-# wave of an H200's 132 processors; with 2,048 it takes 79, and they are two.
-INDEX_STEP = 1024  # entries or tokens a program handles at once
+INDEX_STEP = 1024  # blocks of a row of a mask, from ids, that a program handles at once
+
+# The index of a tier. Four programs of 8 warps share a processor, so that 512 lists are one wave of an H200; they took
+# 16.4 us by 512 entries, 17.3 by 1,024 and 22.6 by 2,048, with which they are two.
+LIST_STEP = 512  # entries, units or tokens a program handles at once
 INDEX_WARPS = 8
 TILE_WORDS, LONG_TILE_WORDS = 128, 512  # bitmap words read at once, 32 ids each
 MAX_INDEX_PARTS = 16
@@ -45,12 +51,26 @@ BLOCK_COLUMNS = 256  # columns of a row that a program handles at once
 BLOCK_ELEMENTS = 1 << 12  # elements of a block looked at at once
 BLOCK_WARPS = 8
 
-# rows that may share a union tile, and what decides between them: reading a byte against multiplying
+# Rows that may share a union tile, and what decides between them: reading a byte against multiplying. Measured over 16
+# blocks of 64 for each of 131,072 lists of 16 heads, random and clustered: rows apart took 8.3 ms, whatever the lists;
+# tiles of 2, 4 and 8 rows 14.7, 14.1 and 22.7 ms, and where neighbours shared three blocks of four, 10.3, 7.5 and 10.2.
 UNION_ROWS = (1, 2, 4, 8)
 UNION_TILE_KV = 64
 LARGEST_UNION_TILE_M = 128
-L2_BYTES_PER_SECOND = 5.5e12
-FLOPS_PER_SECOND = 4.0e14
+BYTES_PER_SECOND_APART = 8.1e12  # out of L2
+BYTES_PER_SECOND_UNITED = 4.0e12
+FLOPS_PER_SECOND = 2.5e14
+
+# of `hopper_union`: three groups of 64 lanes; 7.1 ms over the random lists above, and 3.4 over the clustered ones
+HOPPER_UNION_GROUPS = 3
+HOPPER_UNION_LANES = 64
+HOPPER_UNION_ROWS = 24  # of a tile at most: an entry has a bit for each
+HOPPER_UNION_STAGES = 4
+HOPPER_UNION_BYTES_PER_SECOND = 6.5e12
+HOPPER_UNION_FLOPS_PER_SECOND = 5.0e14
+
+# tasks of a request, and of a processor's share, from which rows stay in order; see `order_tasks`
+MANY_TASKS = 16
 
 
 @dataclass(frozen=True)
@@ -158,8 +178,8 @@ def _decode_steps(num_tiles: int, geometry: Geometry) -> tuple[int, int, int]:
     if geometry.head_dim > 128:
         return 32, 4, 3
     if num_tiles * 8 <= geometry.num_processors:
-        # 33 chunks of two steps by 4 warps took 19.3 us in a trial, but 21.4 in the bench, where this takes 20.1
-        return 64, 8, 4
+        # 14 chunks of a tile's 66 steps took 18.7 us so, and 19.8 by four stages, of which K and V have one buffer
+        return 64, 8, 8
     if num_tiles < geometry.num_processors:
         return 128, 4, 2
     # Every processor has a tile, and streams are long: short steps of few warps ask for the next one sooner. 256 tiles
@@ -187,8 +207,47 @@ def union_cost(num_entries: int, rows: int, heads: int, geometry: Geometry) -> f
     """Seconds of a block's token in every union, up to a factor that all row counts share."""
     dims = geometry.head_dim_qk + geometry.head_dim_vo
     tile_m = max(MIN_TILE_M, power_of_two_from(rows * heads))
-    read = dims * geometry.element_size / L2_BYTES_PER_SECOND
-    return num_entries * max(read, 2 * tile_m * dims / FLOPS_PER_SECOND)
+    read = dims * geometry.element_size / (BYTES_PER_SECOND_APART if rows == 1 else BYTES_PER_SECOND_UNITED)
+    # products of rows apart are under the loads
+    multiply = 2 * tile_m * dims / FLOPS_PER_SECOND if tile_m > MIN_TILE_M else 0.0
+    return num_entries * max(read, multiply)
+
+
+def hopper_union_rows(heads: int) -> int:
+    """Rows of a union tile of `hopper_union`, of which each has so many heads in it."""
+    return min(HOPPER_UNION_GROUPS * HOPPER_UNION_LANES // heads, HOPPER_UNION_ROWS)
+
+
+def hopper_union_shape(heads: int, box: int) -> TileShape:
+    """The tile of `hopper_union`."""
+    return TileShape(
+        tile_q=hopper_union_rows(heads),
+        heads_per_tile=heads,
+        tile_m=HOPPER_UNION_GROUPS * HOPPER_UNION_LANES,
+        tile_kv=UNION_TILE_KV,
+        num_warps=4 * HOPPER_UNION_GROUPS,
+        num_stages=HOPPER_UNION_STAGES,
+        box=box,
+    )
+
+
+def rows_of_group(group: int, heads: int) -> range:
+    """Rows of a union tile of which a group has a head in its lanes."""
+    first, past = group * HOPPER_UNION_LANES, (group + 1) * HOPPER_UNION_LANES
+    rows = hopper_union_rows(heads)
+    return range(min(first // heads, rows), min((past - 1) // heads + 1, rows))
+
+
+def hopper_union_cost(num_entries: int, num_group_entries: int, geometry: Geometry) -> float:
+    """Seconds as of union_cost; entries are read once, and multiplied by every group that has a row listing them."""
+    dims = geometry.head_dim_qk + geometry.head_dim_vo
+    read = num_entries * dims * geometry.element_size / HOPPER_UNION_BYTES_PER_SECOND
+    return max(read, num_group_entries * 2 * HOPPER_UNION_LANES * dims / HOPPER_UNION_FLOPS_PER_SECOND)
+
+
+def union_unit(block_size: int) -> int:
+    """Keys of a tile of `hopper_union` that lie in one block: a tile is a part of a block, or has a few small ones."""
+    return gcd(block_size, UNION_TILE_KV)
 
 
 def merges_in_launch(shape: TileShape) -> bool:
@@ -206,12 +265,20 @@ def lanes_of_merge(head_dim_vo: int, num_warps: int) -> int:
     return max(1, min(4, elements // power_of_two_from(head_dim_vo)))
 
 
+def programs_at_once(shape: TileShape, geometry: Geometry) -> int:
+    """Decode tasks that the processors run side by side; one more would start when the first have ended.
+
+    64 tiles of 33 steps took 52.9 us in 256 tasks of 4 warps, and 59.7 in 320.
+    """
+    return geometry.num_processors * max(1, WARPS_PER_PROCESSOR // shape.num_warps)
+
+
 def count_tier_splits(num_tiles: int, capacity: int, shape: TileShape, geometry: Geometry) -> int:
     """As asked, or so that all processors are busy and no chunk is a few steps only. [MERGE-SPLIT]"""
     asked = geometry.num_kv_splits or geometry.choice.num_kv_splits
     if asked is not None:
         return asked
-    wanted = -(-geometry.num_processors * PROGRAMS_PER_PROCESSOR // num_tiles)
+    wanted = programs_at_once(shape, geometry) // num_tiles
     most = capacity // (shape.tile_kv * MIN_TILES_PER_SPLIT)
     return max(1, min(wanted, most, MAX_TIER_SPLITS))
 
@@ -221,7 +288,8 @@ class IndexShape:
     """What is compiled into the index of a tier, and its programs a list."""
 
     parts: int
-    step: int
+    step: int  # entries handled at once
+    expand_step: int  # units or tokens
     tile_words: int
     num_warps: int
 
@@ -232,7 +300,8 @@ def choose_index_shape(num_lists: int, capacity: int, num_words: int, num_proces
     tile_words = TILE_WORDS if num_words <= TILE_WORDS else LONG_TILE_WORDS
     return IndexShape(
         parts=max(1, parts),
-        step=min(INDEX_STEP, power_of_two_from(max(capacity, 32))),
+        step=min(LIST_STEP, power_of_two_from(max(capacity, 32))),
+        expand_step=min(LIST_STEP, power_of_two_from(max(capacity, 32))),
         tile_words=min(tile_words, power_of_two_from(num_words)),
         num_warps=INDEX_WARPS,
     )

@@ -22,12 +22,16 @@ from attnconform.kernels.sparse_attention.candidates import (
     listed_keys,
 )
 from attnconform.kernels.sparse_attention.rules import LoweredMask
-from attnconform.kernels.sparse_attention.tasks import head_tiles, heads_per_tile, mask_spans
+from attnconform.kernels.sparse_attention.tasks import head_tiles, heads_per_tile, mask_spans, order_tasks
 from attnconform.kernels.sparse_attention.tuning import (
+    HOPPER_UNION_GROUPS,
     UNION_ROWS,
     Geometry,
     TileShape,
     choose_union_shape,
+    hopper_union_cost,
+    hopper_union_shape,
+    rows_of_group,
     union_cost,
     union_tile_m,
 )
@@ -53,7 +57,7 @@ class UnionLists:
 
     block_size: int
     shape: TileShape
-    tasks: Tensor  # (num_tasks, len(UNION_FIELDS)) int32, longest first
+    tasks: Tensor  # (num_tasks, len(UNION_FIELDS)) int32, as order_tasks has them
     blocks: Tensor  # (num_entries,) int32
     members: Tensor  # (num_entries,) int32, bit r: row r of the tile lists the block
     prepared: dict[str, Any] = field(default_factory=dict)
@@ -75,24 +79,47 @@ def build_union(
     geometry: Geometry,
     has_local: bool,  # window or sinks, which join each row's list apart
     rows_per_union: int | None,  # None: by what the lists overlap
+    box: int = 0,  # keys of a TMA box where `hopper_union` can run, else 0
 ) -> UnionLists | None:
     """Union tiles of checked lists; None where rows have to be, or had better be, apart."""
     if candidates is None or candidates.q_block_size > 1 or has_local or mask.starts.shape[0] > 1:
         return None
     if rows_per_union == 1 or not bool((qo_indptr.diff() > 1).any()):
         return None
-    if rows_per_union is None and (geometry.element_size > 2 or not geometry.num_processors):
+    if rows_per_union is None and not box and (geometry.element_size > 2 or not geometry.num_processors):
         return None
     requests = _Requests(qo_indptr, q_offset)
     heads = heads_per_tile(geometry, union_tile_m(geometry))
     lists_per_row = _lists_per_row(candidates, qo_indptr)
     keys = listed_keys(candidates, candidates.indptr.numel() - 1, qo_indptr.device)
-    sizes = [rows_per_union] if rows_per_union else [r for r in UNION_ROWS if r * heads <= union_tile_m(geometry)]
-    unions = {size: _unite(keys, requests, lists_per_row, size) for size in sizes}
-    best = min(sizes, key=lambda size: union_cost(len(unions[size][0]), size, heads, geometry))
-    if best == 1:
+    shapes = _shapes(rows_per_union, heads, geometry, box)
+    if not shapes:
         return None
-    return _assemble(candidates, requests, lists_per_row, unions[best], best, heads, mask, geometry)
+    unions = {shape: _unite(keys, requests, lists_per_row, shape.tile_q) for shape in shapes}
+    best = min(shapes, key=lambda shape: _cost(unions[shape], shape, geometry))
+    is_asked_for = rows_per_union is not None or (box > 0 and geometry.choice.forward == "hopper")
+    # rows apart read every key of the lists, each of which a row has once
+    if not is_asked_for and union_cost(len(keys), 1, heads, geometry) <= _cost(unions[best], best, geometry):
+        return None
+    return _assemble(candidates, requests, lists_per_row, unions[best], best, mask, geometry)
+
+
+def _shapes(rows_per_union: int | None, heads: int, geometry: Geometry, box: int) -> list[TileShape]:
+    """Tiles to choose from, all of more than one row: that of `hopper_union` alone where it can run."""
+    if box:
+        return [hopper_union_shape(heads, box)]
+    sizes = [rows_per_union] if rows_per_union else [r for r in UNION_ROWS[1:] if r * heads <= union_tile_m(geometry)]
+    return [choose_union_shape(size, heads, geometry) for size in sizes]
+
+
+def _cost(union: tuple[Tensor, Tensor], shape: TileShape, geometry: Geometry) -> float:
+    keys, members = union
+    heads = shape.heads_per_tile
+    if not shape.box:
+        return union_cost(len(keys), shape.tile_q, heads, geometry)
+    groups = [rows_of_group(group, heads) for group in range(HOPPER_UNION_GROUPS)]
+    masks = [sum(1 << row for row in rows) for rows in groups]
+    return hopper_union_cost(len(keys), sum(int(((members & mask) != 0).sum()) for mask in masks), geometry)
 
 
 def _lists_per_row(candidates: CandidateLists, qo_indptr: Tensor) -> int:
@@ -122,15 +149,14 @@ def _assemble(
     requests: _Requests,
     lists_per_row: int,
     union: tuple[Tensor, Tensor],
-    size: int,
-    heads: int,
+    shape: TileShape,
     mask: LoweredMask,
     geometry: Geometry,
 ) -> UnionLists:
     """The tasks of every tile and head tile, over the entries that the mask can allow any of its rows."""
     keys, members = union
-    tiles = _row_blocks(requests, size)
-    head_start, head_count, kv_head, list_head = head_tiles(geometry, heads, keys.device)
+    tiles = _row_blocks(requests, shape.tile_q)
+    head_start, head_count, kv_head, list_head = head_tiles(geometry, shape.heads_per_tile, keys.device)
     tile = torch.arange(tiles.request.numel(), device=keys.device).repeat_interleave(head_start.numel())
     head = torch.arange(head_start.numel(), device=keys.device).repeat(tiles.request.numel())
     spans = (span[0, tile] for span in mask_spans(tiles.q_start, tiles.q_count, head_count, mask))
@@ -142,11 +168,11 @@ def _assemble(
     entries[3] = torch.maximum(entries[2], entries[3])
     rows = [tiles.request[tile], tiles.q_start[tile], tiles.q_count[tile], head_start[head], head_count[head]]
     tasks = torch.stack([*rows, kv_head[head], *entries], dim=1).int()
-    longest_first = torch.argsort(entries[0] - entries[1], stable=True)
+    order = order_tasks(tiles.request[tile], kv_head[head], entries[1] - entries[0], geometry.num_processors)
     return UnionLists(
         block_size=block,
-        shape=choose_union_shape(size, heads, geometry),
-        tasks=tasks[longest_first].contiguous(),
+        shape=shape,
+        tasks=tasks[order].contiguous(),
         blocks=(keys & _ID_MASK).int(),
         members=members,
     )

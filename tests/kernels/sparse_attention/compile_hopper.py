@@ -15,6 +15,7 @@ from functools import partial
 import torch
 import triton
 from compile_without_gpu import Target
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -24,6 +25,7 @@ from attnconform.kernels.sparse_attention import (
     Plan,
     hopper_backward_choice,
     hopper_choice,
+    hopper_union_choice,
     plan,
     plan_backward,
 )
@@ -31,7 +33,11 @@ from attnconform.kernels.sparse_attention.backward_hints import KeyShape, QueryS
 from attnconform.kernels.sparse_attention.backward_plan import allocate_buffers
 from attnconform.kernels.sparse_attention.backward_query import RowInputs
 from attnconform.kernels.sparse_attention.forward import launch_run
-from attnconform.kernels.sparse_attention.hopper_backward import launch_hopper_keys, launch_hopper_queries
+from attnconform.kernels.sparse_attention.hopper_backward import (
+    launch_hopper_keys,
+    launch_hopper_queries,
+    launch_hopper_rows,
+)
 from attnconform.kernels.sparse_attention.hopper_backward_choice import PAIR_LANES, SLOT_TILE, TASK_LANES
 from attnconform.kernels.sparse_attention.rules import Alibi, Causal, SoftCap
 from attnconform.kernels.sparse_attention.tuning import Choice
@@ -41,11 +47,18 @@ BLOCKS = CandidateLists(
     granularity="block", sharing="shared", block_size=PAGE, q_block_size=ROWS, indptr=torch.tensor([0, 2]),
     indices=torch.tensor([1, 3]),
 )  # fmt: skip
+OWN_BLOCKS = CandidateLists(  # a list for every row
+    granularity="block", sharing="shared", block_size=64, indptr=torch.arange(ROWS + 1),
+    indices=torch.arange(ROWS).int() % (ROWS // 64),
+)  # fmt: skip
+SMALL_BLOCKS = replace(OWN_BLOCKS, block_size=PAGE)
 VARIANTS = {
     "plain": {"mask_rule": Causal()},
     "alibi": {"mask_rule": Causal(), "score_rules": [Alibi((0.5,) * HEADS)]},
     "cap": {"mask_rule": Causal(), "score_rules": [SoftCap(20.0)]},
     "lists": {"candidates": BLOCKS},
+    "unions": {"mask_rule": Causal(), "candidates": OWN_BLOCKS, "page_size": 64, "num_kv_heads": 2},
+    "unions of small blocks": {"mask_rule": Causal(), "candidates": SMALL_BLOCKS},
 }
 
 
@@ -63,12 +76,15 @@ def compile_only(run: Callable, compiled: list) -> Callable:
     return instead
 
 
-def make_plan(**rules: object) -> Plan:
-    return plan(
-        qo_indptr=[0, ROWS], seqlen_kv=[ROWS], page_table=torch.arange(ROWS // PAGE).int()[None], page_size=PAGE,
-        num_pages=ROWS // PAGE, num_qo_heads=HEADS, num_kv_heads=KV_HEADS, head_dim_qk=DIM, head_dim_vo=DIM,
-        sm_scale=0.1, dtype=torch.bfloat16, device="cpu", choice=Choice(forward="hopper"), **rules,
-    )  # fmt: skip
+def make_plan(**changes: object) -> Plan:
+    page_size = changes.get("page_size", PAGE)
+    options = {
+        "qo_indptr": [0, ROWS], "seqlen_kv": [ROWS], "page_table": torch.arange(ROWS // page_size).int()[None],
+        "page_size": page_size, "num_pages": ROWS // page_size, "num_qo_heads": HEADS, "num_kv_heads": KV_HEADS,
+        "head_dim_qk": DIM, "head_dim_vo": DIM, "sm_scale": 0.1, "dtype": torch.bfloat16, "device": "cpu",
+        "choice": Choice(forward="hopper"),
+    }  # fmt: skip
+    return plan(**options | changes)
 
 
 def attend(**rules: object) -> None:
@@ -94,6 +110,29 @@ def differentiate(what: str) -> None:
     else:
         sums = (torch.zeros_like(k), torch.zeros_like(v))
         assert launch_hopper_keys(the_plan, work.keys, inputs, *sums, buffers.parts, work.hopper_keys)
+
+
+def differentiate_rows() -> None:
+    """dK and dV of lists for every row."""
+    the_plan = make_plan(**VARIANTS["unions"])
+    work = plan_backward(the_plan, BackwardHints(kernels="hopper"))
+    assert work.keys is not None
+    assert work.hopper_rows is not None
+    buffers = allocate_buffers(the_plan, work)
+    q, k, v, out, _lse = (torch.zeros(shape, dtype=dtype) for _, shape, dtype in the_plan.tensor_shapes)
+    inputs = RowInputs(q, k, v, torch.zeros_like(out), buffers.lse_log2, buffers.delta)
+    sums = (torch.zeros_like(k), torch.zeros_like(v))
+    assert launch_hopper_rows(the_plan, work.keys, inputs, *sums, buffers.parts, work.hopper_rows)
+
+
+def are_products_serialized(ptx: str) -> bool:
+    """Whether the assembler says that it lets no two products of a kernel run side by side."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source, tempfile.NamedTemporaryFile() as target:
+        source.write(ptx)
+        source.flush()
+        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", source.name, "-o", target.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return "wgmma" in done.stderr and "serialized" in done.stderr
 
 
 def loops_of_products(cubin: bytes) -> list[list[str]]:
@@ -123,14 +162,18 @@ def loops_of_products(cubin: bytes) -> list[list[str]]:
 
 if __name__ == "__main__":
     driver.set_active(Target())
-    hopper_choice.why_not_here = hopper_backward_choice.why_not_here = lambda device: None
+    for choice in (hopper_choice, hopper_union_choice, hopper_backward_choice):
+        choice.why_not_here = lambda device: None
     kernels: list = []
     JITFunction.run = compile_only(JITFunction.run, kernels)
     forward = {name: partial(attend, **rules) for name, rules in VARIANTS.items()}
     backward = {what: partial(differentiate, what) for what in ("queries", "keys")}
+    backward["rows"] = differentiate_rows
     for name, compile_one in (backward if "backward" in sys.argv[1:] else forward).items():
         compile_one()
         bodies = loops_of_products(kernels[-1].asm["cubin"])
         spills = sum(bool(re.search(r"\b(LDL|STL)\b", line)) for body in bodies for line in body)
         print(f"compiled {name}: {spills} spills among products of {len(bodies)} groups", flush=True)
+        if name == "rows":
+            print(f"serialized {name}: {are_products_serialized(kernels[-1].asm['ptx'])}", flush=True)
     sys.exit(0)

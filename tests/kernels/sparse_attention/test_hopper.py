@@ -21,6 +21,7 @@ from attention_case import (
     run_case,
 )
 
+from attnconform.conformance.bounds.numerics import NUMERICS_CLASSES
 from attnconform.kernels.sparse_attention import CandidateLists, plan, replay, run
 from attnconform.kernels.sparse_attention.hopper_choice import why_not_here
 from attnconform.kernels.sparse_attention.rules import Alibi, And, Causal, HeadWindow, SoftCap, Window
@@ -41,9 +42,11 @@ BASE = {
 }
 
 
-def check_hopper(case: Case) -> None:
-    assert all(launch.shape.box for launch in build_plan(case, choice=HOPPER).launches)
-    assert_near_oracle(case, *run_case(case, choice=HOPPER))
+def check_hopper(case: Case, **changes) -> None:
+    made = build_plan(case, choice=HOPPER, **changes)
+    assert made.union is None
+    assert all(launch.shape.box for launch in made.launches)
+    assert_near_oracle(case, *run_case(case, choice=HOPPER, **changes))
 
 
 @pytest.mark.parametrize("rule", sorted(RAGGED_RULES))
@@ -89,7 +92,7 @@ def test_scores_sinks_head_windows_splits_and_offsets(changes):
 @pytest.mark.parametrize("rule", ["none", "causal"])
 def test_lists_of_blocks(sharing, block_size, page_size, q_block_size, rule):
     lists = {"sharing": sharing, "block_size": block_size, "q_block_size": q_block_size, "page_size": page_size}
-    check_hopper(Case(**BASE | lists, mask_rule=RAGGED_RULES[rule], seed=45))
+    check_hopper(Case(**BASE | lists, mask_rule=RAGGED_RULES[rule], seed=45), rows_per_union=1)
 
 
 @pytest.mark.parametrize("changes", [{"num_kv_splits": 2}, {"score_rules": (SoftCap(3.0),)}])
@@ -210,6 +213,20 @@ def test_keys_beside_a_row_cost_slopes_no_precision():
     (_, lse), (_, want) = (run(plan(**plan_arguments(case, choice=choice)), q, k, v) for choice in (HOPPER, PLAIN))
     # a nearest key's bias passes through sums of at most 16 slopes, in base 2, which are rounded four times
     assert float((lse - want).abs().max()) <= 2e-5 + 4 * 2.0**-24 * max(slopes) * 16
+
+
+@pytest.mark.parametrize("size", [0.05, 1.0, 4.0, 30.0])
+def test_a_cap_errs_by_no_more_than_is_declared(size):
+    """Of numbers of every size beside each other, which share a reciprocal."""
+    from hopper_tanh import tanh_kernel
+
+    factor = float(np.float32(2 / math.log(2)))
+    x = torch.randn(1 << 22, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(60)) * size
+    x[::7] *= 100
+    tanh = torch.empty_like(x)
+    tanh_kernel[(x.numel() // 1024,)](x, tanh, factor, SIZE=1024, num_warps=4)
+    want = torch.tanh((x * factor).double() / factor)  # what rounding x * factor costs is the score's own
+    assert float((tanh - want).abs().max()) <= NUMERICS_CLASSES["bf16-hopper"].tanh_eps * 2.0**-24
 
 
 @pytest.mark.parametrize("is_strided", [False, True])

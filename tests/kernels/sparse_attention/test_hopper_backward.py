@@ -209,6 +209,19 @@ def test_what_tma_cannot_read_is_left_to_the_other_kernels(name: str) -> None:
     check_gradients(case, draw_numbers(case), got)
 
 
+@pytest.mark.usefixtures("only_hopper")
+def test_an_infinite_dout_of_the_first_rows_stays_infinite() -> None:
+    """A sum begins with the first pair: its rows are not multiplied by weights of 0 before."""
+    case = replace(BASE, seqlen_q=(40,), seqlen_kv=(128,), page_table=(tuple(range(8)),), mask_rule=None, seed=52)
+    tensors = to_tensors(case, draw_numbers(case))
+    tensors.dout[(0, -1), 0, 3] = math.inf
+    dv = differentiate(make_plan(case), tensors, HOPPER).dv[:8]
+    by_token = dv if case.layout == "NHD" else dv.transpose(1, 2)
+    assert torch.isposinf(by_token[:, :, 0, 3]).all()
+    by_token[:, :, 0, 3] = 0.0
+    assert torch.isfinite(by_token).all()
+
+
 @pytest.mark.parametrize("kind", ["expanded", "strided"])
 def test_dout_of_any_strides(kind: str) -> None:
     case = replace(BASE, seed=50)

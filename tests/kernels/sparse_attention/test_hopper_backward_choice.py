@@ -101,6 +101,14 @@ def test_a_backward_that_the_kernels_cannot_say(changes: dict[str, object], limi
 
 
 @pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(("slope", "sm_scale"), [(0.5, 2.0**-61), (0.5, 2.0**61), (2.0**101, 1.0), (2.0**50, 2.0**-51)])
+def test_slopes_and_lse_before_sm_scale_must_be_numbers(slope: float, sm_scale: float) -> None:
+    the_plan = make_plan(replace(CASE, score_rules=(Alibi((slope, 0.5, 0.5, 0.5)),)))
+    with pytest.raises(PlanError, match="divide slopes and lse by sm_scale"):
+        plan_backward(replace(the_plan, sm_scale=sm_scale), HOPPER)
+
+
+@pytest.mark.usefixtures("on_hopper")
 def test_every_one_of_the_two_is_chosen_for_itself() -> None:
     small_queries = replace(HOPPER, query_shape=QueryShape(32, 64, 4, 2))
     small_keys = replace(HOPPER, key_shape=KeyShape(64, 64, 4, 2))
@@ -138,10 +146,12 @@ def test_the_kernels_compile_and_do_not_spill_sums(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("compiled ")]
-    assert len(lines) == 2
+    assert len(lines) == 3
     assert lines[0] == "compiled queries: 0 spills among products of 2 groups"
-    name, _, rest = lines[1].partition(": ")
-    assert name == "compiled keys"
-    assert rest.endswith(" spills among products of 2 groups")
-    # Places and counts, of both groups; a tile of sums or of weights would be 16 registers or more, there and back.
-    assert int(rest.split()[0]) < 32
+    for line, kernel in zip(lines[1:], ("keys", "rows"), strict=True):
+        name, _, rest = line.partition(": ")
+        assert name == f"compiled {kernel}"
+        assert rest.endswith(" spills among products of 2 groups")
+        # Places and counts, of both groups; a tile of sums or of weights would be 16 registers or more, there and back.
+        assert int(rest.split()[0]) < 32
+    assert "serialized rows: False" in done.stdout.splitlines()

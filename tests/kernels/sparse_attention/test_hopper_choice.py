@@ -88,6 +88,10 @@ def test_a_box_lies_in_one_page_and_one_block(page_size, block_size, box):
     assert box_size(replace(CALL, page_size=page_size, candidates=lists)) == box
 
 
+def test_a_box_of_a_capped_call_lies_in_its_smaller_tile():
+    assert box_size(replace(CALL, page_size=256, score_rules=(SoftCap(20.0),))) == 64
+
+
 @pytest.mark.parametrize(
     ("shape", "view", "is_wide"),
     [
@@ -196,5 +200,7 @@ def test_the_kernel_compiles_and_spills_nothing_where_it_multiplies(tmp_path: Pa
     )
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("compiled ")]
-    assert [line.split(":")[0] for line in lines] == [f"compiled {name}" for name in ("plain", "alibi", "cap", "lists")]
-    assert all(line.endswith(": 0 spills among products of 2 groups") for line in lines[:1])
+    names = ("plain", "alibi", "cap", "lists", "unions", "unions of small blocks")
+    assert [line.split(":")[0] for line in lines] == [f"compiled {name}" for name in names]
+    assert lines[0].endswith(": 0 spills among products of 2 groups")
+    assert lines[4].endswith(": 0 spills among products of 3 groups")

@@ -80,7 +80,7 @@ def test_lists_hold_the_union_of_their_parts(sharing, block_size, q_block_size, 
     candidates, owners = draw_lists(sharing, block_size, q_block_size)
     got = build(candidates=candidates, window=window, num_sink_tokens=num_sink_tokens)
     assert got.list_indptr.dtype == got.list_positions.dtype == torch.int32
-    assert got.list_slots.dtype == torch.int64
+    assert got.list_slots.dtype == torch.int32
     for i, (n, first, count, entries) in enumerate(owners):
         length, start = SEQLEN_KV[n], SEQLEN_KV[n] - SEQLEN_Q[n] + first
         members = {e * block_size + t for e in entries[entries != -1] for t in range(block_size)} & set(range(length))

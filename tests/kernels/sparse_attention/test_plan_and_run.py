@@ -163,6 +163,22 @@ def test_launches_on_the_same_tensors_are_captured_at_the_second_call_and_replay
     assert graphs.num_captures == 1
 
 
+def test_a_captured_call_is_known_by_its_ids_alone_but_not_inside_a_graph_of_the_callers(monkeypatch):
+    graphs, calls = GraphCache(capture=lambda launch: Repeats(lambda: calls.append("replay"))), []
+    tensors = (torch.zeros(1), None)
+    key = tuple(map(id, tensors))
+    is_capturing = "attnconform.kernels.sparse_attention.graphs.is_capturing"
+    monkeypatch.setattr(is_capturing, lambda: False)
+    graphs.call(tensors, lambda: calls.append("launch"))
+    assert not graphs.replay(key)
+    graphs.call(tensors, lambda: calls.append("launch"))
+    assert graphs.replay(key)
+    assert calls == ["launch", "replay", "replay"]
+    monkeypatch.setattr(is_capturing, lambda: True)
+    assert not graphs.replay(key)
+    assert len(calls) == 3
+
+
 def test_only_so_many_graphs_are_kept():
     graphs = GraphCache(capture=lambda launch: Repeats(launch))
     for _ in range(3 * MAX_GRAPHS):
@@ -237,7 +253,7 @@ class Pending:
 
 
 def test_an_update_never_writes_what_a_run_in_flight_reads():
-    ring = TierRing(2, event=Pending, **TIER, capacity=64)
+    ring = TierRing(2, event=Pending, **TIER, capacity=64, with_positions=True)
     plans = []
     for seed in range(3):
         tier = ring.update(**update_of(seed=seed))

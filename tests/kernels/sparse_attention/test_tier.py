@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from attnconform.kernels.sparse_attention import CandidateLists, PlanError, plan, run
+from attnconform.kernels.sparse_attention.rules import SoftCap
 from attnconform.kernels.sparse_attention.tier import plan_tier
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -48,6 +49,7 @@ def make_tier(granularity, sharing, batch_size, block_size, **options):
         granularity=granularity,
         block_size=block_size,
         sharing=sharing,
+        with_positions=True,
         **options,
     )
 
@@ -214,7 +216,7 @@ def test_a_bad_page_in_the_share_of_one_program_refuses_the_whole_list():
 def test_ids_past_one_tile_of_the_bitmap_keep_their_order():
     tier = plan_tier(
         **COMMON | {"num_pages": 1300}, batch_size=1, capacity=96, max_seqlen_kv=10400, granularity="token",
-        sharing="shared",
+        sharing="shared", with_positions=True,
     )  # fmt: skip
     ids = torch.randperm(10400, generator=torch.Generator().manual_seed(11))[:96].int().to(DEVICE)
     table = torch.randperm(1300, generator=torch.Generator().manual_seed(12)).view(1, -1).int().to(DEVICE)
@@ -223,7 +225,23 @@ def test_ids_past_one_tile_of_the_bitmap_keep_their_order():
     tier.raise_if_refused()
     want = ids.sort().values
     assert torch.equal(tier.plan.list_positions, want)
-    assert torch.equal(tier.plan.list_slots, table[0, want // PAGE_SIZE].long() * PAGE_SIZE + want % PAGE_SIZE)
+    assert torch.equal(tier.plan.list_slots, table[0, want // PAGE_SIZE] * PAGE_SIZE + want % PAGE_SIZE)
+
+
+def test_slots_are_as_wide_as_the_pool_asks_for_and_positions_are_kept_where_a_rule_asks_for_them():
+    sizes = {"batch_size": 1, "capacity": 16, "max_seqlen_kv": 64, "granularity": "token", "sharing": "shared"}
+    small, large = (plan_tier(**COMMON | {"num_pages": n}, **sizes) for n in (2**28 - 1, 2**28 + 8))
+    assert small.plan.list_slots.dtype == torch.int32
+    assert large.plan.list_slots.dtype == torch.int64
+    assert small.plan.list_positions is None
+    assert plan_tier(**COMMON, **sizes, score_rules=[SoftCap(5.0)]).plan.list_positions.numel() == 16
+    table = torch.arange(2**28, 2**28 + 8, dtype=torch.int32, device=DEVICE)[None]
+    large.update(
+        seqlen_kv=torch.tensor([64], device=DEVICE), page_table=table, indptr=torch.tensor([0, 1], device=DEVICE),
+        indices=torch.tensor([63], dtype=torch.int32, device=DEVICE),
+    )  # fmt: skip
+    large.raise_if_refused()
+    assert int(large.plan.list_slots[0]) == 2**31 + 63
 
 
 def test_another_requests_page_is_named_and_its_row_stays_unwritten():
