@@ -238,6 +238,8 @@ def attend_rows(
     row_s: gl.constexpr = gl.SliceLayout(1, s_layout)
     row_o: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = q_tile.dtype
+    eights = gl.full([ROWS, TILE_KV], 0.0, gl.float32, layout=s_layout).reshape([ROWS, TILE_KV // 8, 8])
+    lanes_s: gl.constexpr = gl.SliceLayout(1, eights.type.layout)
 
     done = 0  # tiles of the tasks before
     turn = 0  # turns taken
@@ -248,7 +250,7 @@ def attend_rows(
         run = (kv_start, kv_end, gl.load(task_ptr + 8), gl.load(task_ptr + 9), lists[1])
         bounds = load_bounds(task_ptr, run, rows, scores, PART, ROWS, HEADS, SCORE, HAS_LISTS, HAS_HEAD_MASK, row_s)
         row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=row_s)
-        row_sum = gl.full([ROWS], 0.0, gl.float32, layout=row_s)
+        row_sum = gl.full([ROWS, 8], 0.0, gl.float32, layout=lanes_s)  # of every lane of eight keys
         acc = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, layout=o_layout)
 
         if num_tiles > 0:
@@ -265,6 +267,7 @@ def attend_rows(
                 turn += num_tiles - 1
             done += num_tiles
 
+        row_sum = gl.convert_layout(gl.sum(row_sum, axis=1), row_s)
         if gl.load(task_ptr + 10) >= 0:
             store_state(acc, row_max, row_sum, task_ptr, outputs, PART, ROWS, HEADS, HEAD_DIM, row_s, row_o)
         else:
@@ -306,7 +309,7 @@ def attend_in_turns(
     s = warpgroup_mma_wait(num_outstanding=0, deps=[s])
     group_barrier()
     mbarrier.arrive(k_empty.index(stage), count=1)
-    weights, rescale, row_max, row_sum = weigh(s, row_max, row_sum, first, run, bounds, TILE_KV, SCORE, HAS_LISTS)
+    weights, rescale, row_max, row_sum = weigh_lanes(s, row_max, row_sum, first, run, bounds, TILE_KV, SCORE, HAS_LISTS)
     p = gl.convert_layout(weights.to(dtype), p_layout)
     if first < kv_start:
         mbarrier.wait(v_full.index(stage), (done // STAGES) & 1)
@@ -326,7 +329,7 @@ def attend_in_turns(
         acc_token = warpgroup_mma(p, v_tiles.index(before), acc, is_async=True)
         mbarrier.arrive(turns.index(1 - PART), count=1)
         s = warpgroup_mma_wait(num_outstanding=1, deps=[s_token])
-        weights, rescale, row_max, row_sum = weigh(
+        weights, rescale, row_max, row_sum = weigh_lanes(
             s, row_max, row_sum, first + (i - done) * TILE_KV, run, bounds, TILE_KV, SCORE, HAS_LISTS
         )
         next_p = gl.convert_layout(weights.to(dtype), p_layout)
@@ -397,7 +400,7 @@ def attend_ahead(
         s_token = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
         mbarrier.wait(v_full.index(before % STAGES), (before // STAGES) & 1)
         acc_token = warpgroup_mma(p, v_tiles.index(before % STAGES), acc, use_acc=before > done, is_async=True)
-        weights, rescale, row_max, row_sum = weigh(
+        weights, rescale, row_max, row_sum = weigh_lanes(
             s, row_max, row_sum, first + (i - done) * TILE_KV, run, bounds, TILE_KV, SOFT_CAP, HAS_LISTS
         )
         next_p = gl.convert_layout(weights.to(dtype), p_layout)
@@ -516,7 +519,33 @@ def weigh(
     SCORE: gl.constexpr,
     HAS_LISTS: gl.constexpr,
 ):  # fmt: skip
-    """Weights of a tile against the new maximum, what rescales what came before, the maximum and the sum.
+    """Weights of a tile against the new maximum, what rescales what came before, the maximum and the sum."""
+    weights, rescale, new_max, lane_sums = find_weights(s, row_max, first, run, bounds, TILE_KV, SCORE, HAS_LISTS)
+    tile_sum = gl.convert_layout(gl.sum(lane_sums, axis=1), row_max.type.layout)
+    return weights, rescale, new_max, row_sum * rescale + tile_sum
+
+
+@jit
+def weigh_lanes(
+    s, row_max, row_sum, first, run, bounds,
+    TILE_KV: gl.constexpr,
+    SCORE: gl.constexpr,
+    HAS_LISTS: gl.constexpr,
+):  # fmt: skip
+    """As `weigh`, with a sum of every lane of eight keys, [ROWS, 8]: no tile has to add them up across threads."""
+    weights, rescale, new_max, lane_sums = find_weights(s, row_max, first, run, bounds, TILE_KV, SCORE, HAS_LISTS)
+    of_rows: gl.constexpr = gl.SliceLayout(1, lane_sums.type.layout)
+    return weights, rescale, new_max, row_sum * gl.convert_layout(rescale, of_rows)[:, None] + lane_sums
+
+
+@jit
+def find_weights(
+    s, row_max, first, run, bounds,
+    TILE_KV: gl.constexpr,
+    SCORE: gl.constexpr,
+    HAS_LISTS: gl.constexpr,
+):  # fmt: skip
+    """Weights of a tile against the new maximum, what rescales what came before, the maximum, the tile's lane sums.
 
     Keys are taken as eights of neighbours, [ROWS, TILE_KV / 8, 8]: a thread holds two keys of every eight, and reduces
     over the eights first, in two chains a row that do not wait for each other. Keys that every row admits need no mask.
@@ -558,9 +587,9 @@ def weigh(
             x = mask_scores(x, first, eight, lane, run, bounds, HAS_LISTS)
     weights = gl.exp2(x)
     rescale = gl.exp2(row_max - base)
-    tile_sum = gl.convert_layout(gl.sum(gl.sum(weights, axis=1), axis=1), row_max.type.layout)
+    lane_sums = gl.sum(weights, axis=1)
     weights = gl.convert_layout(weights.reshape(s.shape), s.type.layout)
-    return weights, rescale, new_max, row_sum * rescale + tile_sum
+    return weights, rescale, new_max, lane_sums
 
 
 @jit

@@ -25,13 +25,13 @@ from attnconform.kernels.sparse_attention.rules import LoweredMask
 from attnconform.kernels.sparse_attention.tuning import (
     MANY_TASKS,
     MAX_SPLITS,
-    MIN_TILES_PER_SPLIT,
     PROGRAMS_PER_PROCESSOR,
     SMALL_TILE_M,
     Geometry,
     TileShape,
     choose_shape,
     largest_tile_m,
+    least_steps,
     merges_in_launch,
     programs_at_once,
     runs_on_hopper,
@@ -288,7 +288,7 @@ def _steps_per_task(num_steps: Tensor, shape: TileShape, geometry: Geometry) -> 
     if asked is not None:
         num_chunks = torch.full_like(num_steps, asked)
     else:
-        longest = max(MIN_TILES_PER_SPLIT, _longest_task(num_steps, shape, geometry))
+        longest = max(least_steps(shape), _longest_task(num_steps, shape, geometry))
         num_chunks = torch.clamp((num_steps + longest - 1) // longest, max=MAX_SPLITS)
     num_chunks = torch.clamp(num_chunks, min=1)
     return torch.clamp((num_steps + num_chunks - 1) // num_chunks, min=1)

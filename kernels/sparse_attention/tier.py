@@ -334,10 +334,10 @@ def _make_tier(
     assert plan.list_indptr is not None
     num_lists = plan.list_indptr.numel() - 1
     num_words = triton.cdiv(triton.cdiv(max_seqlen_kv, block_size), 32)
-    shape = choose_index_shape(num_lists, capacity, num_words, count_processors(plan.device))
+    unit = gcd(block_size, plan.page_size)  # tokens that are in one page whatever the id
+    shape = choose_index_shape(num_lists, capacity, num_words, count_processors(plan.device), unit)
     shape = replace(shape, parts=index_parts or shape.parts)
     sizes = {"capacity": capacity, "num_words": num_words, "max_ids": -(-capacity // block_size) + 2, **local}
-    unit = gcd(block_size, plan.page_size)  # tokens that are in one page whatever the id
     units = block_size // unit if unit > 1 else 0
     storage = _index_storage(num_lists, shape.parts, num_words, sizes["max_ids"], units, plan)
     fixed = _index_arguments(plan, storage, sizes, block_size, shape)

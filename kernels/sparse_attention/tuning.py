@@ -26,6 +26,8 @@ SMALLEST_SCALE = 2.0**-126  # below it a scale may be 0 in float32, which makes 
 PROGRAMS_PER_PROCESSOR = 2
 WARPS_PER_PROCESSOR = 8  # of decode tasks that run at once
 MIN_TILES_PER_SPLIT = 4
+MIN_LONG_TILES_PER_SPLIT = 3  # of decode tiles of so many keys:
+LONG_TILE_KV = 128
 MAX_SPLITS = 64
 MAX_TIER_SPLITS = 64
 
@@ -36,13 +38,18 @@ MERGE_LAUNCH_SPLITS = 8  # where a launch of its own merges, a lane a program
 
 INDEX_STEP = 1024  # blocks of a row of a mask, from ids, that a program handles at once
 
-# The index of a tier. Four programs of 8 warps share a processor, so that 512 lists are one wave of an H200; they took
-# 16.4 us by 512 entries, 17.3 by 1,024 and 22.6 by 2,048, with which they are two.
-LIST_STEP = 512  # entries, units or tokens a program handles at once
+# The index of a tier: entries, units or tokens that a program handles at once. 512 lists of 272 pages are one wave of
+# an H200 and took 12.3 us by 8 warps and 512 of each, 11.2 by 4 warps and 256 tokens. As many lists of tokens, which
+# need a page each, took 38.1 us by 512 tokens, 37.5 by 1,024 and 41.2 by 16 warps.
+LIST_STEP = 512
+TOKEN_STEP = 1024  # tokens, where each needs its page
+SHORT_LIST_STEP = 256  # tokens of a short list, of which there are many
 INDEX_WARPS = 8
+SHORT_LIST_WARPS = 4
 TILE_WORDS, LONG_TILE_WORDS = 128, 512  # bitmap words read at once, 32 ids each
 MAX_INDEX_PARTS = 16
 MIN_TOKENS_PER_PART = 256
+SHORT_LIST = 8192  # tokens, of pages: 4,224 took 7.9 us by one program, and 8.7 to 9.4 by more
 
 GATHER_ENTRIES = 32  # entries of lists that a program copies
 
@@ -177,13 +184,14 @@ def _decode_steps(num_tiles: int, geometry: Geometry) -> tuple[int, int, int]:
     """tile_kv, warps and stages of a decode tile, by how many tiles share the processors."""
     if geometry.head_dim > 128:
         return 32, 4, 3
-    if num_tiles * 8 <= geometry.num_processors:
+    if num_tiles * 16 <= geometry.num_processors:
         # 14 chunks of a tile's 66 steps took 18.7 us so, and 19.8 by four stages, of which K and V have one buffer
         return 64, 8, 8
-    if num_tiles < geometry.num_processors:
-        return 128, 4, 2
-    # Every processor has a tile, and streams are long: short steps of few warps ask for the next one sooner. 256 tiles
-    # of 33 pages of 128 keys took 146 us, and 171 by steps of 128 keys.
+    if num_tiles * 2 <= geometry.num_processors:
+        # 16 tiles of 4,224 keys took 23.3 us so, and 24.4 by the steps above
+        return LONG_TILE_KV, 4, 2
+    # Streams are long: short steps of few warps ask for the next one sooner, and more tasks fit side by side. 256 tiles
+    # of 33 pages of 128 keys took 146 us, and 171 by steps of 128 keys; 96 of 4,224 keys 69 us, and 73 in 192 tasks.
     # codes are half as many bytes, so that one more stage keeps as many in flight
     return 64, 2, 5 if geometry.is_quantized else 4
 
@@ -273,13 +281,19 @@ def programs_at_once(shape: TileShape, geometry: Geometry) -> int:
     return geometry.num_processors * max(1, WARPS_PER_PROCESSOR // shape.num_warps)
 
 
+def least_steps(shape: TileShape) -> int:
+    """Steps of a chunk below which cutting does not pay."""
+    is_long = shape.tile_kv >= LONG_TILE_KV and shape.tile_m <= SMALL_TILE_M
+    return MIN_LONG_TILES_PER_SPLIT if is_long else MIN_TILES_PER_SPLIT
+
+
 def count_tier_splits(num_tiles: int, capacity: int, shape: TileShape, geometry: Geometry) -> int:
     """As asked, or so that all processors are busy and no chunk is a few steps only. [MERGE-SPLIT]"""
     asked = geometry.num_kv_splits or geometry.choice.num_kv_splits
     if asked is not None:
         return asked
     wanted = programs_at_once(shape, geometry) // num_tiles
-    most = capacity // (shape.tile_kv * MIN_TILES_PER_SPLIT)
+    most = capacity // (shape.tile_kv * least_steps(shape))
     return max(1, min(wanted, most, MAX_TIER_SPLITS))
 
 
@@ -294,16 +308,21 @@ class IndexShape:
     num_warps: int
 
 
-def choose_index_shape(num_lists: int, capacity: int, num_words: int, num_processors: int) -> IndexShape:
-    """Few lists are shared out among programs; a long bitmap is read in larger tiles."""
-    parts = min(num_processors // num_lists, capacity // MIN_TOKENS_PER_PART, MAX_INDEX_PARTS)
+def choose_index_shape(num_lists: int, capacity: int, num_words: int, num_processors: int, unit: int) -> IndexShape:
+    """Few lists are shared out among programs; a long bitmap is read in larger tiles; `unit` tokens have one page."""
+    has_units = unit > 1
+    is_short = has_units and capacity <= SHORT_LIST and num_lists >= num_processors
+    tokens_per_part = SHORT_LIST if has_units else MIN_TOKENS_PER_PART
+    parts = min(num_processors // num_lists, capacity // tokens_per_part, MAX_INDEX_PARTS)
     tile_words = TILE_WORDS if num_words <= TILE_WORDS else LONG_TILE_WORDS
+    expand_step = SHORT_LIST_STEP if is_short else LIST_STEP if has_units else TOKEN_STEP
+    most = power_of_two_from(max(capacity, 32))
     return IndexShape(
         parts=max(1, parts),
-        step=min(LIST_STEP, power_of_two_from(max(capacity, 32))),
-        expand_step=min(LIST_STEP, power_of_two_from(max(capacity, 32))),
+        step=min(LIST_STEP, most),
+        expand_step=min(expand_step, most),
         tile_words=min(tile_words, power_of_two_from(num_words)),
-        num_warps=INDEX_WARPS,
+        num_warps=SHORT_LIST_WARPS if is_short else INDEX_WARPS,
     )
 
 

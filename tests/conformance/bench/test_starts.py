@@ -65,7 +65,7 @@ def test_a_change_of_what_is_compiled_in_is_seen(counted):
 def test_a_works_process_says_what_it_found(machine):
     [found] = cold_starts.cold_starts(machine, ("blocks of listed tokens",))
     assert found.error == ""
-    assert found.first > found.warm > 0
+    assert min(found.first, found.warm) > 0  # which is longer is chance where nothing is compiled
     assert (found.kernels, found.recompiled) == ([], 0)  # the interpreter compiles nothing
     assert not found.is_met  # and what was not compiled was not quick
 
