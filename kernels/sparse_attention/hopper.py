@@ -110,7 +110,7 @@ def describe(cache: Tensor, grid: Grid, box: int) -> Any:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from attnconform.kernels.sparse_attention.hopper_kernel import SWIZZLED
+    from attnconform.kernels.sparse_attention.hopper_tiles import SWIZZLED
 
     block = [box, SWIZZLED.value]
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)  # of any numbers of 16 bits

@@ -110,7 +110,7 @@ def describe_heads(rows: Tensor, heads: int) -> HeadRows | None:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from attnconform.kernels.sparse_attention.hopper_kernel import SWIZZLED
+    from attnconform.kernels.sparse_attention.hopper_tiles import SWIZZLED
 
     total_q, num_heads, head_dim = rows.shape
     token, head, dim = rows.stride()

@@ -20,19 +20,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnconform.kernels.sparse_attention.hopper_kernel import (
+from attnconform.kernels.sparse_attention.hopper_scores import (
     ALIBI,
     LEAST_FACTOR,
     LOG2_E,
     PLAIN,
     SOFT_CAP,
-    SWIZZLED,
-    group_barrier,
-    load_box,
-    load_boxes,
     reciprocal_of_pairs,
     spread,
 )
+from attnconform.kernels.sparse_attention.hopper_tiles import SWIZZLED, group_barrier, load_box, load_boxes
 
 TILE_M = gl.constexpr(64)  # rows times heads of a pair
 HALF = gl.constexpr(64)  # slots of a group

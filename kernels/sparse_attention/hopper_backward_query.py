@@ -18,22 +18,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnconform.kernels.sparse_attention.hopper_backward_keys import LARGEST_CAP_POWER, place_lanes
-from attnconform.kernels.sparse_attention.hopper_kernel import (
+from attnconform.kernels.sparse_attention.hopper_rows import by_sixteen_bytes, find_rows
+from attnconform.kernels.sparse_attention.hopper_scores import (
     ALIBI,
     LEAST_FACTOR,
     LOG2_E,
     PLAIN,
     SOFT_CAP,
-    by_sixteen_bytes,
-    clear_outside,
     find_positions,
-    find_rows,
-    find_run,
-    group_barrier,
-    load_tiles,
     reciprocal_of_pairs,
     spread,
 )
+from attnconform.kernels.sparse_attention.hopper_tiles import clear_outside, find_run, group_barrier, load_tiles
 
 ROWS = gl.constexpr(64)  # rows times heads of a group
 

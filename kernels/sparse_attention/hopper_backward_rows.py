@@ -23,14 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnconform.kernels.sparse_attention.hopper_backward_keys import clear_rows, find_slots, place_lanes
-from attnconform.kernels.sparse_attention.hopper_kernel import (
-    LOG2_E,
-    PLAIN,
-    SWIZZLED,
-    group_barrier,
-    load_box,
-    load_boxes,
-)
+from attnconform.kernels.sparse_attention.hopper_scores import LOG2_E, PLAIN
+from attnconform.kernels.sparse_attention.hopper_tiles import SWIZZLED, group_barrier, load_box, load_boxes
 
 LANES = gl.constexpr(64)  # rows times heads of a step
 SLOTS = gl.constexpr(64)  # of a tile

@@ -17,12 +17,7 @@ from attnconform.kernels.sparse_attention.candidates import CandidateLists
 from attnconform.kernels.sparse_attention.errors import PlanError
 from attnconform.kernels.sparse_attention.numerics import IS_INTERPRETED
 from attnconform.kernels.sparse_attention.rules import Alibi, ScoreRule, SoftCap
-from attnconform.kernels.sparse_attention.tuning import (
-    HOPPER_CAPPED_TILE_KV,
-    HOPPER_TILE_KV,
-    SMALLEST_SCALE,
-    Geometry,
-)
+from attnconform.kernels.sparse_attention.tuning import HOPPER_CAPPED_TILE_KV, HOPPER_TILE_KV, SMALLEST_SCALE, Geometry
 
 FORWARDS = (None, "hopper", "plain")
 HEAD_DIMS = (64, 128)

@@ -22,16 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnconform.kernels.sparse_attention.hopper_kernel import (
-    CLEARED,
-    PLAIN,
-    group_barrier,
-    load_bounds,
-    load_boxes,
-    load_queries,
-    store_rows,
-    weigh,
-)
+from attnconform.kernels.sparse_attention.hopper_rows import load_bounds, load_queries, store_rows
+from attnconform.kernels.sparse_attention.hopper_scores import PLAIN, weigh
+from attnconform.kernels.sparse_attention.hopper_tiles import CLEARED, group_barrier, load_boxes
 
 LANES = gl.constexpr(64)  # of a group
 SEEN_ROWS = gl.constexpr(32)  # as many bits as an entry has for the rows of a tile

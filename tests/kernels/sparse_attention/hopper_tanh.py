@@ -3,7 +3,7 @@
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 
-from attnconform.kernels.sparse_attention.hopper_kernel import shares_of_cap
+from attnconform.kernels.sparse_attention.hopper_scores import shares_of_cap
 
 
 @jit

@@ -1,0 +1,134 @@
+"""What the kernels of Hopper share about tiles of K and V: how TMA brings them, and what is cleared of them.
+
+A box is some neighbouring keys of one page and 64 dimensions, as far as a swizzle goes, and is read whole: rows of V
+outside a task's keys are zeroed in shared memory before they meet a weight of 0. [COORD-SLOT, COORD-WIDE, COORD-STRIDE]
+"""
+
+from triton.experimental.gluon import jit
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+SWIZZLED = gl.constexpr(64)  # 16-bit numbers of a row that a swizzle holds
+CLEARED = gl.constexpr(16)  # rows of V that are looked at together
+
+# Triton 3.6 has other names for them than later ones.
+group_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+
+@jit
+def find_run(task_ptr, list_slots_ptr, TILE_KV: gl.constexpr, BOX: gl.constexpr, HAS_LISTS: gl.constexpr):
+    """The keys of a task, where the box of the first one starts, and how many tiles that makes.
+
+    Boxes lie in a page as blocks and positions do: how far a key is into its box, its slot or its position says.
+    """
+    kv_start = gl.load(task_ptr + 6)
+    kv_end = gl.load(task_ptr + 7)
+    if HAS_LISTS:
+        first = kv_start - (gl.load(list_slots_ptr + kv_start, mask=kv_start < kv_end, other=0) % BOX).to(gl.int32)
+    else:
+        first = kv_start - kv_start % BOX
+    num_tiles = gl.where(kv_start < kv_end, (kv_end - first + TILE_KV - 1) // TILE_KV, 0)
+    return kv_start, kv_end, first, num_tiles
+
+
+@jit
+def load_tiles(
+    k_desc, v_desc,
+    k_places, v_places,  # rows a page, rows a head and columns a head of the descriptors
+    ring, tasks, page_table_ptr, max_pages, list_slots_ptr,
+    TASK_WIDTH: gl.constexpr,
+    TILE_KV: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    BOX: gl.constexpr,
+    STAGES: gl.constexpr,
+    HAS_LISTS: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads: every tile of K, then its V, as places in the ring fall free."""
+    k_tiles, v_tiles, k_full, k_empty, v_full, v_empty = ring
+    tasks_ptr, num_tasks = tasks
+    done = 0
+    for task in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
+        task_ptr = tasks_ptr + task.to(gl.int64) * TASK_WIDTH
+        page_row = page_table_ptr + gl.load(task_ptr).to(gl.int64) * max_pages
+        kv_head = gl.load(task_ptr + 5)
+        _kv_start, kv_end, first, num_tiles = find_run(task_ptr, list_slots_ptr, TILE_KV, BOX, HAS_LISTS)
+        last_box = first + (kv_end - 1 - first) // BOX * BOX
+        for i in range(done, done + num_tiles):
+            stage = i % STAGES
+            phase = (i // STAGES) & 1
+            pages, offsets = find_boxes(
+                first + (i - done) * TILE_KV, last_box, page_row, list_slots_ptr, TILE_KV, PAGE_SIZE, BOX, HAS_LISTS
+            )
+            mbarrier.wait(k_empty.index(stage), phase ^ 1)
+            load_boxes(
+                k_desc, k_places, k_tiles.index(stage), k_full.index(stage), kv_head, pages, offsets,
+                TILE_KV, HEAD_DIM, BOX,
+            )  # fmt: skip
+            mbarrier.wait(v_empty.index(stage), phase ^ 1)
+            load_boxes(
+                v_desc, v_places, v_tiles.index(stage), v_full.index(stage), kv_head, pages, offsets,
+                TILE_KV, HEAD_DIM, BOX,
+            )  # fmt: skip
+        done += num_tiles
+
+
+@jit
+def find_boxes(
+    first, last_box, page_row, list_slots_ptr,
+    TILE_KV: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    BOX: gl.constexpr,
+    HAS_LISTS: gl.constexpr,
+):  # fmt: skip
+    """Page of every box of a tile, and its place in the page; past the last box, that one again."""
+    pages = ()
+    offsets = ()
+    for n in gl.static_range(TILE_KV // BOX):
+        key = gl.minimum(first + n * BOX, last_box)
+        if HAS_LISTS:
+            slot = gl.load(list_slots_ptr + key)
+            pages += ((slot // PAGE_SIZE).to(gl.int32),)
+            offsets += ((slot % PAGE_SIZE).to(gl.int32),)
+        else:
+            pages += (gl.load(page_row + key // PAGE_SIZE),)
+            offsets += (key % PAGE_SIZE,)
+    return pages, offsets
+
+
+@jit
+def load_boxes(
+    desc, places, tile, bar, kv_head, pages, offsets,
+    TILE_KV: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    BOX: gl.constexpr,
+):  # fmt: skip
+    """Has the boxes of a tile copied; the barrier is through when all of them are there. [COORD-SLOT]"""
+    mbarrier.expect(bar, TILE_KV * HEAD_DIM * 2)
+    page_rows, head_rows, head_columns = places
+    for n in gl.static_range(TILE_KV // BOX):
+        row = pages[n] * page_rows + kv_head * head_rows + offsets[n]
+        for part in gl.static_range(HEAD_DIM // SWIZZLED):
+            box = tile.slice(n * BOX, BOX, dim=0).slice(part * SWIZZLED, SWIZZLED, dim=1)
+            load_box(desc, [row, kv_head * head_columns + part * SWIZZLED], bar, box)
+
+
+@jit
+def clear_outside(tile, first, kv_start, kv_end, TILE_KV: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Zeroes the rows of a tile of V that are not the task's, whose weight is 0: they may hold NaN.
+
+    Both groups do it for themselves, before their product, and write the same zeros; the ring's place falls free after
+    both.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    for n in gl.static_range(TILE_KV // CLEARED):
+        start = first + n * CLEARED
+        if (start < kv_start) | (start + CLEARED > kv_end):
+            part = tile.slice(n * CLEARED, CLEARED, dim=0)
+            key = start + gl.arange(0, CLEARED, layout=gl.SliceLayout(1, layout))
+            is_key = (key >= kv_start) & (key < kv_end)
+            v = part.load(layout)
+            part.store(gl.where(is_key[:, None], v, gl.full([CLEARED, HEAD_DIM], 0.0, v.dtype, layout=layout)))
+    fence_async_shared()
+    group_barrier()
