@@ -53,6 +53,12 @@ for step in $steps; do
     tuning) suite backward-tuning 120 -n "${PROCESSES:-$(nproc)}" ;;
     training) suite training 60 ;;
     targets) suite targets 150 --no-counters ;;
+    matrix) # the common cases and the kernels' own, by each way to plan and run them
+        for backend in triton triton-hopper triton-device-plan; do
+            timeout "${LIMIT:-300}" python3 -m attnconform.conformance.command_line run -b "$backend" --device cuda \
+                --level "${LEVEL:-L1}" -n "${PROCESSES:-$(nproc)}" --resume --out "$out/matrix-$backend"
+        done >"$out/h200-matrix.log" 2>&1
+        ;;
     sanitize)
         for tool in memcheck racecheck; do
             echo "compute-sanitizer --tool $tool tests/kernels/run_once.py"
