@@ -144,7 +144,8 @@ class JaxPaged(Backend):
         lengths = torch.tensor([place + 1 for of_request in places for place in of_request]).int()
         requests = torch.tensor([n for n, of_request in enumerate(places) for _ in of_request])
         table = problem.tensor(problem.spec.cache.page_table)
-        table = pad(table, (0, -table.shape[1] % (SPLITS * PAGES_A_STEP)), value=-1)
+        steps = max(1, -(-table.shape[1] // (SPLITS * PAGES_A_STEP)))  # requests without keys may have no page at all
+        table = pad(table, (0, steps * SPLITS * PAGES_A_STEP - table.shape[1]), value=-1)
         table = torch.where(table < 0, table[:, :1], table).clamp(min=0)[requests]  # never a page of nobody's
         cap = next((rule.cap for rule in problem.spec.score_rules if isinstance(rule, SoftCap)), None)
         out = self.attention(
