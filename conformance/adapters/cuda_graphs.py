@@ -23,7 +23,8 @@ class CapturedRun:
                 run()
         torch.cuda.current_stream(device).wait_stream(side)
         self.device, self.graph = device, torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        # torch's own stream for captures is on the GPU that captured first: on another, launches would not be captured
+        with torch.cuda.device(device), torch.cuda.graph(self.graph, stream=side):
             self.forward = run()
 
     def replay(self) -> Forward:

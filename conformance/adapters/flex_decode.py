@@ -16,7 +16,7 @@ from attnconform.conformance.adapters.per_request import Attended
 from attnconform.conformance.backend import Capabilities, OneOf
 from attnconform.conformance.views import ProblemView
 
-ROWS = 29  # of a call: it is for few queries, and its tile has a group's heads beside them
+ROWS = 29  # of a call, one of the padded lengths: it is for few queries, and its tile has a group's heads beside them
 
 
 class FlexDecode(FlexCompiled):

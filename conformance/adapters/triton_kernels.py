@@ -300,8 +300,10 @@ class TritonHopper(TritonKernels):
         return self.kernels.plan(**arguments, num_kv_splits=problem.hints.num_kv_splits)
 
     def run(self, handle: Any, tensors: Tensors) -> Forward:
-        done = super().run(handle, tensors)
         launches = handle.launches if handle.union is None else (handle.union,)
+        for launch in launches:
+            launch.prepared.pop("hopper", None)  # of an earlier run, whose caches may have lain otherwise
+        done = super().run(handle, tensors)
         is_there = all("hopper" in launch.prepared for launch in launches)
         return dataclasses.replace(done, path=self.name if is_there else done.path)
 

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,7 +19,7 @@ from attnconform.conformance.bench.compiles import Compilation
 from attnconform.conformance.bench.machine import Machine, TimeUp
 
 MOST_SECONDS = 10.0  # of one kernel's compilation
-TIMEOUT = 150.0  # seconds of one work's process
+TIMEOUT, GRACE = 150.0, 10.0  # seconds of one work's process, and past the machine's limit
 MOST_AT_ONCE, CORES_EACH = 4, 4  # a compiler keeps one core busy; the others are for what it starts
 
 
@@ -96,18 +97,25 @@ def processes_at_once() -> int:
     return max(1, min(MOST_AT_ONCE, len(os.sched_getaffinity(0)) // CORES_EACH))
 
 
+def seconds_for(machine: Machine) -> float:
+    """How long a work's process may take: one that hangs must not outlive whoever ends this process at its limit."""
+    return TIMEOUT if machine.deadline is None else min(TIMEOUT, machine.deadline - time.monotonic() + GRACE)
+
+
 def cold_start(name: str, machine: Machine) -> ColdStart | None:
     """One work in its own process and cache folder; None where no time is left to begin."""
     if machine.is_time_up:
         return None
     command = [sys.executable, "-m", "attnconform.conformance.bench.start_process", name, machine.device]
-    with tempfile.TemporaryDirectory() as folder:
+    timeout = seconds_for(machine)
+    # a compiler that a process which took too long had started may still write there
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
             done = subprocess.run(
-                command, capture_output=True, timeout=TIMEOUT, env=os.environ | {"TRITON_CACHE_DIR": folder}
+                command, capture_output=True, timeout=timeout, env=os.environ | {"TRITON_CACHE_DIR": folder}
             )
         except subprocess.TimeoutExpired:
-            return ColdStart(work=name, error=f"took longer than {TIMEOUT:.0f} s")
+            return ColdStart(work=name, error=f"took longer than {timeout:.0f} s")
     if done.returncode:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         return ColdStart(work=name, error=f"the process ended with {done.returncode}: {' '.join(last)[:300]}")

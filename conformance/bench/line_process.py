@@ -73,10 +73,13 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 def find_line(table: str, title: str, machine: Machine) -> Line:
-    """The line that a table of this module has under this title."""
+    """The line that a table, MODULE:FUNCTION, has under this title. Raises ValueError where it has none."""
     module, name = table.split(":")
     lines: Callable[[Machine], Iterator[Line]] = getattr(import_module(module), name)
-    return next(line for line in lines(machine) if line.title == title)
+    found = next((line for line in lines(machine) if line.title == title), None)
+    if found is None:
+        raise ValueError(f"{table} has no line {title!r}")
+    return found
 
 
 def warm(line: Line, machine: Machine) -> float:

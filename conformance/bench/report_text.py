@@ -201,10 +201,11 @@ def kernel_cells(start: ColdStart, number: int) -> tuple[str, str, str, str]:
 
 def start_summary(starts: list[ColdStart]) -> str:
     """Over all works: how long a kernel takes at most, and whether numbers alone ever compile."""
-    kernels = {kernel.kernel: kernel for start in starts for kernel in start.kernels}
-    longest = max((kernel.longest for start in starts for kernel in start.kernels), default=0.0)
+    kernels = [kernel for start in starts for kernel in start.kernels]
+    names = {kernel.kernel for kernel in kernels}
+    longest = max((kernel.longest for kernel in kernels), default=0.0)
     return (
-        f"cold starts: {len(kernels)} kernels, {sum(start.is_met for start in starts)} of {len(starts)} works met; the "
+        f"cold starts: {len(names)} kernels, {sum(start.is_met for start in starts)} of {len(starts)} works met; the "
         f"longest compilation took {longest:.2f} s of {MOST_SECONDS:g} s; changed numbers compiled "
         f"{sum(start.recompiled for start in starts)} kernels again"
     )

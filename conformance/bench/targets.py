@@ -134,7 +134,10 @@ def backward_lines(machine: Machine) -> Iterator[Line]:
 
 
 def backward_line(work: str, peer: str, make: Make, factor: float) -> Line:
-    return Line(f"backward: {work}", peer, partial(beside_peer, make), (faster(factor, stage_of(DETERMINISTIC)),))
+    """The deterministic mode is to be this much faster than the peer, and the same every time."""
+    stage = stage_of(DETERMINISTIC)
+    wanted = (faster(factor, stage), Wanted("runs bit-equal", REPEATS, stage))
+    return Line(f"backward: {work}", peer, partial(beside_peer, make), wanted)
 
 
 def modes_line(work: str, make: Make, *wanted: Wanted) -> Line:

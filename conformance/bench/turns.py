@@ -120,6 +120,9 @@ class Process:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        if self.process.stdin is not None:
+            with suppress(BrokenPipeError):  # a turn that it did not live to read
+                self.process.stdin.close()
         self.output.close()
         self.log.close()
 

@@ -3,8 +3,9 @@
 # the rows beside them. Steps named after the folder choose: measure.sh OUT seed64k diagnose
 #
 # Each step is bounded: no work is begun after its limit, and what hangs is ended some time later. `all-targets` stands for
-# lines, acceptance, tuning and training, 9 minutes at most: every target beside its peer, and what stands around it.
-# PROCESSES lines of the targets warm up side by side (default: one for every core) within LIMIT seconds.
+# lines, acceptance, tuning and training, 550 seconds at most: every target beside its peer, and what stands around it.
+# PROCESSES lines of the targets warm up side by side (default: one for every core) within LIMIT seconds; so many judge the
+# matrix of LEVEL, LIMIT seconds a backend, and go on from there the next time. `sanitize` takes cases whose id has SELECT.
 set -u
 out=${1:-$(dirname "$0")}
 shift

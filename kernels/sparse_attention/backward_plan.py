@@ -42,7 +42,7 @@ class BackwardPlan:
     cold: ColdPages | None  # None where no page is added to
     hopper_queries: HopperQueries | None  # None where backward_query's kernel runs
     hopper_keys: HopperKeys | None  # None where backward_keys' does, or that of rows
-    hopper_rows: HopperRows | None  # None where lists are not per token
+    hopper_rows: HopperRows | None  # None where another kernel runs
     workspace: dict[str, tuple[Shape, ...]]  # float32 buffers of a call, by what they are for
 
     @property

@@ -18,7 +18,6 @@ DROPOUT-COUNTER, DROPOUT-NUMERATOR]
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -33,7 +32,7 @@ from attnconform.kernels.sparse_attention.arguments import (
 from attnconform.kernels.sparse_attention.attend import attend_kernel
 from attnconform.kernels.sparse_attention.attend_union import attend_union_kernel
 from attnconform.kernels.sparse_attention.errors import PlanError
-from attnconform.kernels.sparse_attention.graphs import call_or_replay
+from attnconform.kernels.sparse_attention.graphs import call_or_replay, launching_on
 from attnconform.kernels.sparse_attention.hopper import launch_hopper
 from attnconform.kernels.sparse_attention.hopper_union import launch_hopper_union
 from attnconform.kernels.sparse_attention.merging import merge_kernel
@@ -115,12 +114,6 @@ def launch_run(
             launch_attend(plan, launch, tensors)
             if launch.merges.shape[0] and launch.tickets is None:
                 launch_merge(plan, launch, out, lse)
-
-
-def launching_on(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a GPU the current one, which takes longer than to see that it is."""
-    is_current = device.type != "cuda" or torch.cuda.current_device() == device.index
-    return nullcontext() if is_current else torch.cuda.device(device)
 
 
 class RunTensors(NamedTuple):

@@ -8,6 +8,7 @@ tensor can be taken for them; their numbers may change, their storage must not b
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -25,9 +26,10 @@ class Replayable(Protocol):
 
 
 def capture_cuda_graph(launch: Callable[[], None]) -> Replayable:
-    """The launches of a call, captured and not run."""
+    """The launches of a call on the current GPU, captured and not run."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # torch's own stream for captures is on the GPU that captured first: launches on another would run, not be captured
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
         launch()
     return graph
 
@@ -79,7 +81,14 @@ def is_capturing() -> bool:
 
 def call_or_replay(graphs: GraphCache, device: torch.device, tensors: Tensors, launch: Callable[[], None]) -> None:
     """Through the graphs where there is a GPU and no caller captures a graph of its own."""
-    if device.type == "cuda" and not is_capturing():
-        graphs.call(tensors, launch)
-    else:
-        launch()
+    with launching_on(device):
+        if device.type == "cuda" and not is_capturing():
+            graphs.call(tensors, launch)
+        else:
+            launch()
+
+
+def launching_on(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU the current one, which takes longer than to see that it is."""
+    is_current = device.type != "cuda" or torch.cuda.current_device() == device.index
+    return nullcontext() if is_current else torch.cuda.device(device)

@@ -50,7 +50,7 @@ class HopperChoice(NamedTuple):
 
     queries: HopperQueries | None = None  # of dQ
     keys: HopperKeys | None = None  # of dK and dV
-    rows: HopperRows | None = None  # of dK and dV, and perhaps of dQ
+    rows: HopperRows | None = None  # of dK and dV of lists per token, whose dQ others gather
 
 
 def choose_hopper(
@@ -70,7 +70,7 @@ def choose_hopper(
     if not reason and box < LEAST_BOX:
         reason = f"pages and lists must be whole boxes of {LEAST_BOX} slots or more"
     no_queries = reason or why_not_queries(hints, launches)
-    no_keys = reason or why_not_keys(plan, keys)
+    no_keys = reason or why_not_keys(keys)
     if hints.kernels == "hopper" and no_queries and no_keys:
         raise PlanError("SAFE-SHAPE", "kernels", hints.kernels, no_keys)
     # where a tile of keys takes long to find or to weigh, one more is under way
@@ -118,7 +118,7 @@ def why_not_queries(hints: BackwardHints, launches: tuple[QueryLaunch, ...]) -> 
     return None
 
 
-def why_not_keys(plan: Plan, keys: TransposedPlan | None) -> str | None:
+def why_not_keys(keys: TransposedPlan | None) -> str | None:
     """Likewise of the pairs of dK and dV."""
     if keys is None:
         return "no page is gathered"

@@ -370,6 +370,8 @@ def weigh_edges(
         cap = gl.load(score_params_ptr)
         cap_factor = gl.maximum(sm_scale * (2 * LOG2_E) / cap, LEAST_FACTOR)
         cap = cap * LOG2_E
+        if IS_MASKED:  # a score off the edges would reach its neighbour by their one reciprocal
+            s = mask_edges(s, pair_ptr, rows, PART, HEADS, HAS_HEAD_MASK)
         powers = gl.exp2(gl.minimum(s * cap_factor, LARGEST_CAP_POWER))
         shares = reciprocal_of_pairs(0.5 + 0.5 * powers)
         exponents = shares * (-cap) + (cap - lse)[None, :]

@@ -294,6 +294,11 @@ def weigh_edges(
     """Likewise, of a tile with or without edges that are none. [GRAD-FORMULA, GRAD-SOFTCAP, MASK-BEFORE-MAX]"""
     mask_start, mask_end, lse, _delta, _slope, _origin, score_scale, cap_factor, cap = bounds
     column: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+    if IS_MASKED:
+        kv_idx = find_positions(first_key, run, TILE_KV, HAS_LISTS, column)
+        is_admitted = (kv_idx[None, :] >= mask_start[:, None]) & (kv_idx[None, :] < mask_end[:, None])
+        if SCORE == SOFT_CAP:
+            s = gl.where(is_admitted, s, float("-inf"))  # or it would reach its neighbour by their one reciprocal
     if SCORE == PLAIN:
         exponents = s * score_scale - lse[:, None]
     elif SCORE == ALIBI:
@@ -303,8 +308,6 @@ def weigh_edges(
         shares = reciprocal_of_pairs(0.5 + 0.5 * powers)
         exponents = shares * (-cap) + (cap - lse)[:, None]
     if IS_MASKED:
-        kv_idx = find_positions(first_key, run, TILE_KV, HAS_LISTS, column)
-        is_admitted = (kv_idx[None, :] >= mask_start[:, None]) & (kv_idx[None, :] < mask_end[:, None])
         exponents = gl.where(is_admitted, exponents, float("-inf"))
     factors = gl.exp2(exponents)
     if SCORE == SOFT_CAP:

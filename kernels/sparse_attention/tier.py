@@ -21,7 +21,7 @@ from torch import Tensor
 from attnconform.kernels.sparse_attention.candidates import lists_per_block, slot_dtype
 from attnconform.kernels.sparse_attention.errors import PlanError
 from attnconform.kernels.sparse_attention.forward import launch_run
-from attnconform.kernels.sparse_attention.graphs import GraphCache, call_or_replay
+from attnconform.kernels.sparse_attention.graphs import GraphCache, call_or_replay, launching_on
 from attnconform.kernels.sparse_attention.index import (
     CAPACITY_ERROR,
     ENTRY_ERROR,
@@ -93,7 +93,8 @@ class Tier:
     ) -> None:
         """New candidates. The caller owns the tensors and keeps them until the launch has read them."""
         self._check_update(seqlen_kv, page_table, indptr, indices, owned)
-        self._launch((indptr, indices, seqlen_kv, page_table, owned))
+        with launching_on(self.plan.device):
+            self._launch((indptr, indices, seqlen_kv, page_table, owned))
 
     def step(
         self,

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -76,6 +77,15 @@ def test_a_process_that_ends_badly_is_told_and_the_next_work_goes_on(machine, mo
     assert cold_starts.cold_start(slow, machine).error == "took longer than 0 s"
     monkeypatch.undo()
     assert "KeyError: 'no such work'" in cold_starts.cold_start(unknown, machine).error
+
+
+def test_a_process_gets_no_longer_than_what_is_left_of_the_limit():
+    machine = Machine("cpu", CompileLog())
+    assert cold_starts.seconds_for(machine) == cold_starts.TIMEOUT
+    machine.deadline = time.monotonic() + 5.0
+    assert cold_starts.seconds_for(machine) == pytest.approx(5.0 + cold_starts.GRACE, abs=1.0)
+    machine.deadline += 1000.0
+    assert cold_starts.seconds_for(machine) == cold_starts.TIMEOUT
 
 
 def test_no_work_is_begun_after_the_limit():

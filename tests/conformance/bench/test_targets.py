@@ -28,7 +28,7 @@ def test_every_line_of_the_table_has_a_peer_and_a_number():
     found = list(lines(REAL))
     peers = Counter(line.peer for line in found)
     assert peers == {"flashinfer": 4, "flex": 13, "cudnn": 1, "fla": 4, "fla-public": 2, None: 6}
-    assert sum(len(line.wanted) for line in found) == 42
+    assert sum(len(line.wanted) for line in found) == 51
     assert len({line.title for line in found}) == len(found)
 
 
@@ -46,6 +46,12 @@ def test_only_lines_with_a_host_in_their_times_need_quiet():
         "decode": True, "index": True, "decode from float8 codes": False, "prefill": False, "nsa": False,
         "backward": False, "backward modes": False,
     }  # fmt: skip
+
+
+def test_every_line_of_the_backward_asks_for_equal_bits():
+    found = [line for line in lines(REAL) if line.name.startswith("backward")]
+    assert len(found) == 13
+    assert all("runs bit-equal" in {wanted.measure for wanted in line.wanted} for line in found)
 
 
 def test_runs_that_differ_are_no_equal_runs(numbers):

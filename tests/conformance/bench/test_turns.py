@@ -2,6 +2,9 @@
 
 import io
 import math
+import subprocess
+import sys
+import tempfile
 
 import pytest
 from msgspec.structs import replace
@@ -9,11 +12,11 @@ from rich.console import Console
 
 from attnconform.conformance.bench import command
 from attnconform.conformance.bench.command import Request, bench_command, read_report
-from attnconform.conformance.bench.line_process import Measured, decode, encode
+from attnconform.conformance.bench.line_process import Measured, decode, encode, find_line
 from attnconform.conformance.bench.report_text import lines_summary
 from attnconform.conformance.bench.row import LineRun
 from attnconform.conformance.bench.targets import Line, faster
-from attnconform.conformance.bench.turns import Schedule, Turns
+from attnconform.conformance.bench.turns import Process, Schedule, Turns
 
 # What the lines of this table do, when they warm up and when they measure; each leaves its times in a folder.
 TABLE = """
@@ -188,6 +191,24 @@ def test_lines_that_need_quiet_come_last():
     for _ in range(4):
         at_work.give_turn()
     assert [name for name, *_ in given] == ["attention", "backward x", "launch", "plan"]
+
+
+def test_a_process_that_died_before_its_turn_leaves_no_pipe_open():
+    process = Process(Line("gone", None, iter, ()))
+    process.log = tempfile.TemporaryFile()  # noqa: SIM115
+    process.process = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process.process.wait()
+    process.enter("ready")
+    process.give_turn(1.0, 1.0, 0)
+    process.end()
+    assert process.process.stdin.closed
+    assert process.output.closed
+    assert process.log.closed
+
+
+def test_a_line_that_a_table_does_not_have_is_named(machine):
+    with pytest.raises(ValueError, match=r"targets:lines has no line 'nothing'"):
+        find_line("attnconform.conformance.bench.targets:lines", "nothing", machine)
 
 
 def test_a_turn_is_an_equal_part_of_what_is_left():

@@ -60,9 +60,9 @@ class Unreadable:
         raise RuntimeError("CUDA error: misaligned address")
 
 
-@pytest.mark.parametrize(("backend", "kind"), [(Misaligned, "RuntimeError"), (MisalignedLater, "RuntimeError")])
+@pytest.mark.parametrize("backend", [Misaligned, MisalignedLater])
 def test_its_single_file_is_written_and_calls_nothing_after_the_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], backend: type, kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], backend: type
 ) -> None:
     case, path = matrix("L0")[0], tmp_path / "reproduce.py"
     write_reproducer(path, case, backend(), backend="misaligned", device="cpu")
@@ -71,7 +71,7 @@ def test_its_single_file_is_written_and_calls_nothing_after_the_fault(
     names = runpy.run_path(str(path))
     assert names["main"]() == 1
     said = capsys.readouterr().out
-    assert f"after first: the backend raised {kind}" in said
+    assert "after first: the backend raised RuntimeError" in said
     assert said.endswith("reproduced\n")
     assert MisalignedLater.calls <= 1
     assert max(abs(names["attention"]()["out"] - names["WANT"]["out"]).ravel()) < 1e-9

@@ -28,7 +28,9 @@ class Answers(StepsBackend):
 
 
 def test_a_path_that_an_error_has_changed_is_told_with_the_error() -> None:
-    (finding,) = check_after_a_call_that_raised(Trial(ASKED, MISTAKE.build()))
+    trial = Trial(ASKED, MISTAKE.build())
+    (finding,) = check_after_a_call_that_raised(trial)
+    assert trial.calls == 1  # the forward is the first that counts
     assert (finding.state, finding.clauses) == ("FALLBACK_UNDECLARED", ("SAFE-PATH",))
     assert "raised NotImplementedError" in finding.message
     assert "'fallback: uncompiled'" in finding.message

@@ -158,6 +158,8 @@ RULES = {
     "causal": {},
     "window": {"mask_rule": Window(left=500, right=0)},
     "cap": {"score_rules": (SoftCap(20.0),)},
+    # windows begin between two keys that share a reciprocal
+    "capped window": {"mask_rule": Window(left=499, right=0), "score_rules": (SoftCap(20.0),)},
     "alibi": {"score_rules": (Alibi(tuple(2.0 ** (-h / 2) for h in range(1, 9))),)},
 }
 

@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from attnconform.kernels.sparse_attention.autotune import (
     decode_choices,
     tune_key,
 )
-from attnconform.kernels.sparse_attention.graphs import MAX_GRAPHS, GraphCache
+from attnconform.kernels.sparse_attention.graphs import MAX_GRAPHS, GraphCache, call_or_replay
 from attnconform.kernels.sparse_attention.rules import And, Causal, Window
 from attnconform.kernels.sparse_attention.tier_cache import TierCache, smallest_tier
 from attnconform.kernels.sparse_attention.tier_ring import Buffers, TierRing
@@ -179,6 +180,34 @@ def test_a_captured_call_is_known_by_its_ids_alone_but_not_inside_a_graph_of_the
     assert len(calls) == 3
 
 
+def test_a_graph_is_captured_on_a_stream_of_the_device_that_its_launches_use(monkeypatch):
+    """Where another GPU is the current one, launches would run on the plan's own and leave the graph empty."""
+    current, seen = [0], []
+
+    @contextmanager
+    def on(device):
+        current.append(device.index)
+        yield
+        current.pop()
+
+    def capture(graph, stream=None):
+        seen.append(("captures", stream))
+        return nullcontext()
+
+    fakes = {
+        "current_device": lambda: current[-1], "device": on, "Stream": lambda: current[-1], "graph": capture,
+        "CUDAGraph": lambda: Repeats(lambda: seen.append(("replays", current[-1]))),
+        "is_current_stream_capturing": lambda: False,
+    }  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    graphs = GraphCache()
+    for _ in range(2):
+        call_or_replay(graphs, torch.device("cuda", 1), (None,), lambda: seen.append(("launches", current[-1])))
+    assert seen == [("launches", 1), ("captures", 1), ("launches", 1), ("replays", 1)]
+    assert current == [0]
+
+
 def test_only_so_many_graphs_are_kept():
     graphs = GraphCache(capture=lambda launch: Repeats(launch))
     for _ in range(3 * MAX_GRAPHS):
@@ -250,6 +279,22 @@ class Pending:
 
     def wait(self):
         self.over = True
+
+
+def test_an_update_is_launched_on_the_device_of_its_tier(monkeypatch):
+    tier, seen = plan_tier(**TIER, capacity=64), []
+
+    @contextmanager
+    def on(device):
+        seen.append(device)
+        yield
+        seen.append("over")
+
+    module = "attnconform.kernels.sparse_attention.tier"
+    monkeypatch.setattr(f"{module}.launching_on", on)
+    monkeypatch.setattr(f"{module}.Tier._launch", lambda tier, inputs: seen.append("launched"))
+    tier.update(**update_of(seed=0))
+    assert seen == [tier.plan.device, "launched", "over"]
 
 
 def test_an_update_never_writes_what_a_run_in_flight_reads():
