@@ -8,39 +8,14 @@ import sys
 
 import msgspec
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver, jit
-from triton.runtime.jit import JITFunction
+from launches_without_gpu import watch_launches
+from triton.runtime import jit
 
 from attnconform.conformance.bench.compiles import Compilation, CompileLog
 from attnconform.conformance.bench.machine import Machine
 from attnconform.conformance.bench.start_process import start
 from attnconform.conformance.bench.start_works import WORKS
 from attnconform.kernels.sparse_attention import run_checks
-
-
-class Absent:
-    """A device that kernels are specialized for and never launched on."""
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_active_torch_device(self):
-        return torch.device("cpu")
-
-
-class Uncompiled:
-    """What stands for a compiled kernel."""
-
-    def __getitem__(self, grid):
-        return lambda *arguments: None
 
 
 def watch(log, known):
@@ -52,17 +27,9 @@ def watch(log, known):
             log.compilations.append(Compilation(fn.name.rpartition(".")[2], 0.0))
         return True
 
-    driver.set_active(Absent())
-    triton.knobs.runtime.jit_cache_hook = hear
+    watch_launches(hear)
     # what a hook is told beside the key cannot tell of a kernel that takes a rule's function
     jit.serialize_specialization_data = lambda *_: ""
-    asked = JITFunction.run
-
-    def run(self, *args, grid, warmup, **kwargs):
-        asked(self, *args, grid=grid, warmup=True, **kwargs)
-        return Uncompiled()
-
-    JITFunction.run = run
     run_checks.IS_INTERPRETED = True  # or a run on the CPU would be refused
 
 

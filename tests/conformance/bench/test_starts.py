@@ -33,6 +33,7 @@ def counted():
     """Every work in one process that compiles nothing: cold starts by name, without their seconds."""
     script = Path(__file__).with_name("count_starts.py")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run([sys.executable, "-P", script], env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     found = [msgspec.json.decode(line, type=ColdStart) for line in done.stdout.splitlines()]

@@ -7,10 +7,7 @@ stopped before it compiles. The last line changes what is compiled in, so that a
 from unittest.mock import patch
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
+from launches_without_gpu import watch_launches
 
 from attnconform.kernels.sparse_attention import CandidateLists, hopper_choice, plan, plan_tier
 from attnconform.kernels.sparse_attention.block_mask import Extent, build_block_mask
@@ -22,29 +19,6 @@ HEADS = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 64, "head_dim_vo":
 COMMON = {**HEADS, "page_size": 16, "num_pages": 64, "sm_scale": 0.1, "dtype": torch.bfloat16, "device": "cpu"}
 
 
-class Absent:
-    """A device that kernels are specialized for and never launched on."""
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_active_torch_device(self):
-        return torch.device("cpu")
-
-
-class Uncompiled:
-    """What stands for a compiled kernel."""
-
-    def __getitem__(self, grid):
-        return lambda *arguments: None
-
-
 KEYS: set[tuple[str, str]] = set()
 
 
@@ -52,19 +26,6 @@ def remember(*, key, fn, **_):
     """Stops Triton before it compiles."""
     KEYS.add((fn.name, key))
     return True
-
-
-def watch():
-    """Every launch of this process asks for its specialization and does no more."""
-    driver.set_active(Absent())
-    triton.knobs.runtime.jit_cache_hook = remember
-    asked = JITFunction.run
-
-    def run(self, *args, grid, warmup, **kwargs):
-        asked(self, *args, grid=grid, warmup=True, **kwargs)
-        return Uncompiled()
-
-    JITFunction.run = run
 
 
 def table(batch_size, page_size=16):
@@ -133,7 +94,7 @@ def page_size():
 
 
 if __name__ == "__main__":
-    watch()
+    watch_launches(remember)
     for work in (decode, prefill, hopper, union, tier, block_mask, page_size):
         KEYS.clear()
         work()

@@ -397,6 +397,7 @@ def test_nothing_is_compiled_again_where_only_lengths_or_candidates_change():
     """In a process that compiles: every specialization that launches ask for is counted, and none is built."""
     script = Path(__file__).with_name("count_specializations.py")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run([sys.executable, "-P", script], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     counts = dict(line.split() for line in done.stdout.splitlines())
