@@ -7,7 +7,7 @@ import numpy as np
 
 from attnconform.conformance.adapters.reference_steps import StepsBackend
 from attnconform.conformance.backend import Backward, Tensors
-from attnconform.conformance.deviations.blocks import ROWS_PER_TILE
+from attnconform.conformance.deviations.blocks import ROWS_PER_TILE, AttendsWhatAnyRowOfTheTileLists
 from attnconform.conformance.deviations.deviation import deviates
 from attnconform.conformance.deviations.empty import is_empty
 from attnconform.conformance.deviations.gradients import BackwardCall, ChangesGradients
@@ -191,6 +191,24 @@ class SelectsTheLightestEdgeAway(Steps):
     def probabilities(self, scores: FloatArray, lse: float) -> FloatArray:
         p = super().probabilities(scores, lse)
         return np.where(np.arange(len(p)) == scores.argmin(), 0.0, p) if len(p) else p
+
+
+class SelectsWhatTheTileSelects(SelectsAgain):
+    """Edges of any row of a query tile, as far as the mask admits them to the row."""
+
+    def candidates(self, problem: AttentionProblem, where: QueryRow, qo_head: int) -> Positions:
+        return AttendsWhatAnyRowOfTheTileLists().candidates(problem, where, qo_head)
+
+    def select(self, problem: AttentionProblem, where: QueryRow, qo_head: int) -> Positions:
+        return self.effective(problem, where, qo_head)
+
+
+@deviates("GRAD-SET", fault_class="B", report="article 2, 6.3: the union of several tokens' candidates as full")
+class GivesDqWhatNeighboursList(ChangesGradients):
+    """dq of a row has every key that some row of its query tile lists; dk and dv are right."""
+
+    def change(self, call: BackwardCall, right: Gradients) -> Gradients:
+        return replace(right, dq=call.by(SelectsWhatTheTileSelects()).dq)
 
 
 @deviates("GRAD-SUM", fault_class="R", report="BR-73 hao-ai-lab/FastVideo#925: one tile's dq for the row's")

@@ -158,7 +158,7 @@ def attend_kernel(
 
     acc, acc_rest = scale_sums(
         acc, acc_rest, value_unit, v_scale_ptr, v_scale_strides, kv_head, dropout_scale,
-        HEAD_DIM_VO, PADDED_VO, REST_VO, HAS_DROPOUT, V_FORMAT, V_GRANULARITY, q_ptr.dtype.element_ty == tl.float32,
+        HEAD_DIM_VO, PADDED_VO, HAS_DROPOUT, V_FORMAT, V_GRANULARITY, q_ptr.dtype.element_ty == tl.float32,
     )  # fmt: skip
     if partial >= 0:
         store_state(
@@ -230,7 +230,6 @@ def scale_sums(
     v_scale_ptr, v_scale_strides, kv_head, dropout_scale,
     HEAD_DIM_VO: tl.constexpr,
     PADDED_VO: tl.constexpr,
-    REST_VO: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
     V_FORMAT: tl.constexpr,
     V_GRANULARITY: tl.constexpr,

@@ -110,7 +110,7 @@ def attend_union_kernel(
 
     acc, acc_rest = scale_sums(
         acc, acc_rest, value_unit, v_scale_ptr, v_scale_strides, kv_head, dropout_scale,
-        HEAD_DIM_VO, PADDED_VO, REST_VO, HAS_DROPOUT, V_FORMAT, V_GRANULARITY, q_ptr.dtype.element_ty == tl.float32,
+        HEAD_DIM_VO, PADDED_VO, HAS_DROPOUT, V_FORMAT, V_GRANULARITY, q_ptr.dtype.element_ty == tl.float32,
     )  # fmt: skip
     store_rows(
         acc, acc_rest, row_max, row_sum, rows, heads, is_live,

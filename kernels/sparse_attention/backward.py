@@ -8,10 +8,11 @@ Under dropout dout.v and the P of dV carry the edge's weight, 0 or 1 / (1 - rate
 The sums over i run over all rows and all heads of a group. lse counts as an output of its own: d lse / d s = P and
 d lse / d sink = exp(sink - lse), which is why dlse enters delta, with the sign opposite to dout.out.
 
-dQ goes with the queries, over task tables of the backward's own. dK and dV are added atomically on that way (`atomic`,
-no index to build, sums in any order), gathered per slot over the transposed lists (`kv_centric`, bitwise repeatable),
-or each where it is better (`hybrid`: pages where few adds meet are added to, hot pages gathered); a hint that never
-changes the edges. All sums are float32; P and dS are rounded to the storage dtype before a product, as in the forward.
+dQ goes with the queries, over task tables of the backward's own, or on Hopper over tiles of neighbouring rows whose own
+lists overlap. dK and dV are added atomically on that way (`atomic`, no index to build, sums in any order), gathered per
+slot over the transposed lists (`kv_centric`, bitwise repeatable), or each where it is better (`hybrid`: pages where few
+adds meet are added to, hot pages gathered); a hint that never changes the edges. All sums are float32; P and dS are
+rounded to the storage dtype before a product, as in the forward.
 What score rules hold (slopes, caps, biases, data) has gradients of its own, when asked for (`backward_scores`). A
 quantized cache has no gradient: rounding to codes has none. A row without keys takes part in nothing, whatever its dout
 holds; a slot that no row selects gets exactly 0. No gradient reaches indices or masks.
@@ -148,11 +149,10 @@ def backward_stages(
             tensor.zero_()
 
     yield Stage("clear", clear)
-    name = "dq and cold dk, dv" if sums else "dq"
-    for launch, dq_parts in zip(work.launches, buffers.dq_parts, strict=True):
-        yield Stage(name, partial(_launch_queries, plan, work, launch, inputs, dq, dq_parts, sums))
-        if launch.sums.shape[0]:
-            yield Stage("reduce dq", partial(launch_chunk_sums, launch, dq_parts, dq))
+    if work.hopper_union is None:
+        yield from _query_stages(plan, work, inputs, dq, buffers)
+    else:
+        yield Stage("dq", partial(_launch_united, plan, work, inputs, dq, buffers))
     keys, cold = work.keys, work.cold
     if keys is not None and keys.items.item_tile.numel():
         yield Stage("dk, dv", partial(_launch_keys, plan, work, keys, inputs, dk, dv, parts))
@@ -160,6 +160,24 @@ def backward_stages(
             yield Stage("reduce dk, dv", partial(launch_part_sums, plan, keys, dk, dv, parts))
     if cold is not None and cold.num_rows:
         yield Stage("round dk, dv", partial(launch_rounding, plan, cold, sums, dk, dv))
+
+
+def _query_stages(plan: Plan, work: BackwardPlan, inputs: RowInputs, dq: Tensor, buffers: Buffers) -> Iterator[Stage]:
+    """dQ by tasks, and the sums of those that were cut."""
+    name = "dq and cold dk, dv" if buffers.sums else "dq"
+    for launch, dq_parts in zip(work.launches, buffers.dq_parts, strict=True):
+        yield Stage(name, partial(_launch_queries, plan, work, launch, inputs, dq, dq_parts, buffers.sums))
+        if launch.sums.shape[0]:
+            yield Stage("reduce dq", partial(launch_chunk_sums, launch, dq_parts, dq))
+
+
+def _launch_united(plan: Plan, work: BackwardPlan, inputs: RowInputs, dq: Tensor, buffers: Buffers) -> None:
+    """dQ over unions of rows where TMA can read the caches, or by tasks."""
+    from attnconform.kernels.sparse_attention.hopper_backward import launch_hopper_union_queries
+
+    if work.hopper_union is None or not launch_hopper_union_queries(plan, inputs, dq, work.hopper_union):
+        for stage in _query_stages(plan, work, inputs, dq, buffers):
+            stage.launch()
 
 
 def _launch_queries(

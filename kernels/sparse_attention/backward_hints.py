@@ -57,9 +57,10 @@ class KeyShape(NamedTuple):
 class BackwardHints:
     """How dK and dV are summed, how the work is cut, and which kernels run it.
 
-    `kernels`: None takes Hopper's kernels for dQ, and for dK and dV, where each can say the plan and no shape is asked
-    for; "hopper" asks for them, beside shapes too, and is refused with PlanError [SAFE-SHAPE] where neither can run;
-    "plain" never takes them. What they can say is in `hopper_backward_choice`.
+    `kernels`: None takes Hopper's kernels for dQ, and for dK and dV, where each can say the plan, lists of a row's own
+    overlap enough for it, and no shape is asked for; "hopper" asks for them, whatever overlaps and beside shapes too,
+    and is refused with PlanError [SAFE-SHAPE] where neither can run; "plain" never takes them. What they can say is in
+    `hopper_backward_choice`.
     """
 
     mode: Mode = "kv_centric"

@@ -27,6 +27,7 @@ from attnconform.kernels.sparse_attention.backward_transpose import (
 from attnconform.kernels.sparse_attention.errors import PlanError
 from attnconform.kernels.sparse_attention.hopper_backward_choice import HopperKeys, HopperQueries, choose_hopper
 from attnconform.kernels.sparse_attention.hopper_backward_rows_choice import HopperRows
+from attnconform.kernels.sparse_attention.hopper_backward_union_choice import HopperUnion
 from attnconform.kernels.sparse_attention.plan import Plan
 
 Shape = tuple[int, ...]
@@ -43,6 +44,7 @@ class BackwardPlan:
     hopper_queries: HopperQueries | None  # None where backward_query's kernel runs
     hopper_keys: HopperKeys | None  # None where backward_keys' does, or that of rows
     hopper_rows: HopperRows | None  # None where another kernel runs
+    hopper_union: HopperUnion | None  # None where dQ goes by launches
     workspace: dict[str, tuple[Shape, ...]]  # float32 buffers of a call, by what they are for
 
     @property
@@ -83,7 +85,7 @@ def plan_backward(plan: Plan, hints: BackwardHints | None = None) -> BackwardPla
 
 
 def _refuse_tier(plan: Plan) -> None:
-    if plan.list_members is not None and plan.list_members.shape != plan.list_slots.shape:
+    if plan.is_tier:
         raise PlanError("PLAN", "plan", "of a tier", "a backward needs lists that stay: make them with plan(...)")
 
 

@@ -1,8 +1,8 @@
 """Gradients over a backward's tasks and transposed lists by Hopper's own means: TMA, wgmma, warps that do one thing.
 
-The kernels are in `hopper_backward_keys`, `hopper_backward_rows` and `hopper_backward_query`, what they take in
-`hopper_backward_choice`. Where TMA cannot read the tensors of a call as they lie, the launch is left to the kernels of
-`backward_keys` and `backward_query`. [COORD-STRIDE, COORD-WIDE]
+The kernels are in `hopper_backward_keys`, `hopper_backward_rows`, `hopper_backward_query` and `hopper_backward_union`,
+what they take in `hopper_backward_choice`. Where TMA cannot read the tensors of a call as they lie, the launch is left
+to the kernels of `backward_keys` and `backward_query`. [COORD-STRIDE, COORD-WIDE]
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from attnconform.kernels.sparse_attention.hopper import (
 )
 from attnconform.kernels.sparse_attention.hopper_backward_choice import PAIR_LANES, HopperKeys, HopperQueries
 from attnconform.kernels.sparse_attention.hopper_backward_rows_choice import HopperRows
+from attnconform.kernels.sparse_attention.hopper_backward_union_choice import HopperUnion
 from attnconform.kernels.sparse_attention.plan import Plan, count_processors
+from attnconform.kernels.sparse_attention.tuning import union_unit
+from attnconform.kernels.sparse_attention.union import UNION_FIELDS
 
 if TYPE_CHECKING:
     from attnconform.kernels.sparse_attention.backward_query import RowInputs
@@ -196,6 +199,44 @@ def launch_hopper_queries(
         SCORE=score_code(plan),
         HAS_LISTS=plan.list_slots is not None,
         HAS_HEAD_MASK=plan.has_head_mask,
+        HAS_WIDE_ROWS=has_wide_rows(q) and has_wide_rows(dout),
+        num_warps=4,
+    )  # fmt: skip
+    return True
+
+
+def launch_hopper_union_queries(
+    plan: Plan,
+    inputs: RowInputs,
+    dq: Tensor,  # (total_q, num_qo_heads, head_dim), any floating dtype
+    union: HopperUnion,
+) -> bool:
+    """Whether it was launched: all of dQ, every row written."""
+    from attnconform.kernels.sparse_attention.hopper_backward_union import hopper_union_query_kernel
+
+    lists, shape = union.lists, union.lists.shape
+    q, k_cache, v_cache, dout, lse_log2, delta = inputs
+    k, v = (describe_cache(plan, cache, shape.box) for cache in (k_cache, v_cache))
+    if k is None or v is None:
+        return False
+    num_tasks = lists.tasks.shape[0]
+    hopper_union_query_kernel[(max(1, min(num_tasks, count_processors(plan.device))),)](
+        q, dout, k.descriptor, v.descriptor, lse_log2, delta, dq,
+        q.stride(), dout.stride(), k.places, v.places, dq.stride(),
+        lists.tasks, lists.blocks, lists.members, plan.page_table,
+        plan.row_positions, plan.mask_starts, plan.mask_ends,
+        plan.sm_scale, num_tasks, plan.total_q, plan.page_table.shape[1],
+        TASK_WIDTH=len(UNION_FIELDS),
+        TILE_Q=shape.tile_q,
+        TILE_KV=shape.tile_kv,
+        HEADS=shape.heads_per_tile,
+        GROUP=plan.group_size,
+        HEAD_DIM=plan.head_dim_qk,
+        BLOCK_SIZE=lists.block_size,
+        UNIT=union_unit(lists.block_size),
+        PAGE_SIZE=plan.page_size,
+        BOX=shape.box,
+        STAGES=union.stages,
         HAS_WIDE_ROWS=has_wide_rows(q) and has_wide_rows(dout),
         num_warps=4,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from attnconform.kernels.sparse_attention.backward_transpose import TransposedPl
 from attnconform.kernels.sparse_attention.candidates import enumerate_runs
 from attnconform.kernels.sparse_attention.errors import PlanError
 from attnconform.kernels.sparse_attention.hopper_backward_rows_choice import HopperRows, choose_rows
+from attnconform.kernels.sparse_attention.hopper_backward_union_choice import HopperUnion, choose_union
 from attnconform.kernels.sparse_attention.hopper_choice import HEAD_DIMS, LARGEST_SCALE, LARGEST_SLOPE, why_not_here
 from attnconform.kernels.sparse_attention.plan import Plan
 from attnconform.kernels.sparse_attention.rules import ALIBI, SOFT_CAP
@@ -50,7 +51,8 @@ class HopperChoice(NamedTuple):
 
     queries: HopperQueries | None = None  # of dQ
     keys: HopperKeys | None = None  # of dK and dV
-    rows: HopperRows | None = None  # of dK and dV of lists per token, whose dQ others gather
+    rows: HopperRows | None = None  # of dK and dV of lists per token
+    union: HopperUnion | None = None  # of dQ of lists per token
 
 
 def choose_hopper(
@@ -63,20 +65,24 @@ def choose_hopper(
     if hints.kernels == "plain" or (hints.kernels is None and (hints.query_shape or hints.key_shape)):
         return HopperChoice()
     reason = why_not_here(plan.device) or why_not(plan)
+    found = reason or choose_union(plan, hints)
+    union = None if isinstance(found, str) else found
     rows = reason or choose_rows(plan, hints, keys)
     if not isinstance(rows, str):
-        return HopperChoice(rows=rows)
+        return HopperChoice(rows=rows, union=union)
     box = 0 if reason else box_size(plan)
     if not reason and box < LEAST_BOX:
         reason = f"pages and lists must be whole boxes of {LEAST_BOX} slots or more"
     no_queries = reason or why_not_queries(hints, launches)
     no_keys = reason or why_not_keys(keys)
-    if hints.kernels == "hopper" and no_queries and no_keys:
+    if hints.kernels == "hopper" and no_queries and no_keys and union is None:
         raise PlanError("SAFE-SHAPE", "kernels", hints.kernels, no_keys)
     # where a tile of keys takes long to find or to weigh, one more is under way
     stages = 4 if plan.list_indptr is not None or plan.score_codes == (int(SOFT_CAP),) else 3
     return HopperChoice(
-        queries=None if no_queries else HopperQueries(box, stages=stages), keys=None if no_keys else HopperKeys(box)
+        queries=None if no_queries else HopperQueries(box, stages=stages),
+        keys=None if no_keys else HopperKeys(box),
+        union=union,
     )
 
 

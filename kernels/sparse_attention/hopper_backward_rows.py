@@ -5,9 +5,9 @@ readers, each row brought by TMA as one box. Two groups that multiply hold the w
 other step; at the end each hands the other one of its two sums, so that the order of additions is fixed. Products are
 formed slots first, as in `hopper_backward_keys`, so that P^T and dS^T are where wgmma takes them from.
 
-dQ is gathered by the rows' own tasks. Added here instead, where K is at hand, it is no faster: as measured on an H200
-over 16 blocks of 64 for each of 32,768 rows, atomic additions alone take as long as that gathering (both are bounded
-by L2), and in an order that repeats they take twice as long.
+dQ is gathered by the rows' own tasks, or over unions of them. Added here instead, where K is at hand, it is no faster:
+as measured on an H200 over 16 blocks of 64 for each of 32,768 rows, atomic additions alone take as long as that
+gathering (both are bounded by L2), and in an order that repeats they take twice as long.
 [GRAD-FORMULA, GRAD-ZERO, GRAD-SUM, MASK-INTERFERE, COORD-WIDE]
 
 It imports Gluon, so that only `hopper_backward` imports this module, where it launches.

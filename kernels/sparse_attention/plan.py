@@ -116,6 +116,7 @@ class Plan:
 
     union: UnionLists | None = None  # what the forward walks instead of launches, for the same edges
     generations: Tensor | None = None  # (2, batch_size) int32: of every request's slot now, and when it was planned
+    is_tier: bool = False  # lengths, pages and lists are renewed where they lie, and may be others at the next run
     graphs: GraphCache = field(default_factory=GraphCache)
 
     @property

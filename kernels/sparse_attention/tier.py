@@ -267,6 +267,7 @@ def plan_tier(
         **score_fields(lower_score(tuple(score_rules), num_qo_heads, device)),
         sink_logits=check_sink_logits(sink_logits, num_qo_heads, device),
         launches=(_static_launch(batch_size, capacity, geometry, device),),
+        is_tier=True,
         k_quant=k_quant,
         v_quant=v_quant,
     )

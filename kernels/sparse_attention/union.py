@@ -101,7 +101,23 @@ def build_union(
     # rows apart read every key of the lists, each of which a row has once
     if not is_asked_for and union_cost(len(keys), 1, heads, geometry) <= _cost(unions[best], best, geometry):
         return None
-    return _assemble(candidates, requests, lists_per_row, unions[best], best, mask, geometry)
+    return _assemble(candidates.block_size, requests, lists_per_row, unions[best], best, mask, geometry)
+
+
+def unite_blocks(
+    keys: Tensor,  # (num_listed,) int64, (list << 32) | block of every listed block, ascending, each once
+    block_size: int,
+    lists_per_row: int,
+    qo_indptr: Tensor,  # (batch_size + 1,) int64
+    q_offset: Tensor,  # (batch_size,) int64
+    mask: LoweredMask,
+    geometry: Geometry,
+    shape: TileShape,
+) -> UnionLists:
+    """Union tiles of this shape, of rows that each have lists of their own."""
+    requests = _Requests(qo_indptr, q_offset)
+    union = _unite(keys, requests, lists_per_row, shape.tile_q)
+    return _assemble(block_size, requests, lists_per_row, union, shape, mask, geometry)
 
 
 def _shapes(rows_per_union: int | None, heads: int, geometry: Geometry, box: int) -> list[TileShape]:
@@ -145,7 +161,7 @@ def _unite(keys: Tensor, requests: _Requests, lists_per_row: int, size: int) -> 
 
 
 def _assemble(
-    candidates: CandidateLists,
+    block: int,  # tokens of a block
     requests: _Requests,
     lists_per_row: int,
     union: tuple[Tensor, Tensor],
@@ -161,7 +177,6 @@ def _assemble(
     head = torch.arange(head_start.numel(), device=keys.device).repeat(tiles.request.numel())
     spans = (span[0, tile] for span in mask_spans(tiles.q_start, tiles.q_count, head_count, mask))
     kv_start, kv_end, full_start, full_end = spans
-    block = candidates.block_size
     bounds = [kv_start // block, -(-kv_end // block), -(-full_start // block), full_end // block]
     first = (tile * lists_per_row + list_head[head]) << POSITION_BITS
     entries = torch.searchsorted(keys, first + torch.stack(bounds))

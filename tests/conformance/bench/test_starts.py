@@ -24,6 +24,7 @@ KERNELS = SOURCES / "attnconform" / "kernels" / "sparse_attention"
 ELSEWHERE = {
     # of one architecture
     "hopper_kernel", "hopper_keys_kernel", "hopper_query_kernel", "hopper_rows_kernel", "hopper_union_kernel",
+    "hopper_union_query_kernel",
     "merge_kernel", "sum_chunks_kernel",  # where a work is larger than those without a GPU
 }  # fmt: skip
 

@@ -37,6 +37,7 @@ from attnconform.kernels.sparse_attention.hopper_backward import (
     launch_hopper_keys,
     launch_hopper_queries,
     launch_hopper_rows,
+    launch_hopper_union_queries,
 )
 from attnconform.kernels.sparse_attention.hopper_backward_choice import PAIR_LANES, SLOT_TILE, TASK_LANES
 from attnconform.kernels.sparse_attention.rules import Alibi, Causal, SoftCap
@@ -112,15 +113,19 @@ def differentiate(what: str) -> None:
         assert launch_hopper_keys(the_plan, work.keys, inputs, *sums, buffers.parts, work.hopper_keys)
 
 
-def differentiate_rows() -> None:
-    """dK and dV of lists for every row."""
-    the_plan = make_plan(**VARIANTS["unions"])
+def differentiate_rows(what: str, lists: str) -> None:
+    """dK and dV, or dQ over unions, of lists for every row."""
+    the_plan = make_plan(**VARIANTS[lists])
     work = plan_backward(the_plan, BackwardHints(kernels="hopper"))
     assert work.keys is not None
-    assert work.hopper_rows is not None
+    assert work.hopper_union is not None
     buffers = allocate_buffers(the_plan, work)
     q, k, v, out, _lse = (torch.zeros(shape, dtype=dtype) for _, shape, dtype in the_plan.tensor_shapes)
     inputs = RowInputs(q, k, v, torch.zeros_like(out), buffers.lse_log2, buffers.delta)
+    if what == "unions":
+        assert launch_hopper_union_queries(the_plan, inputs, torch.zeros_like(q), work.hopper_union)
+        return
+    assert work.hopper_rows is not None
     sums = (torch.zeros_like(k), torch.zeros_like(v))
     assert launch_hopper_rows(the_plan, work.keys, inputs, *sums, buffers.parts, work.hopper_rows)
 
@@ -168,12 +173,13 @@ if __name__ == "__main__":
     JITFunction.run = compile_only(JITFunction.run, kernels)
     forward = {name: partial(attend, **rules) for name, rules in VARIANTS.items()}
     backward = {what: partial(differentiate, what) for what in ("queries", "keys")}
-    backward["rows"] = differentiate_rows
+    backward |= {what: partial(differentiate_rows, what, "unions") for what in ("rows", "unions")}
+    backward["unions of small blocks"] = partial(differentiate_rows, "unions", "unions of small blocks")
     for name, compile_one in (backward if "backward" in sys.argv[1:] else forward).items():
         compile_one()
         bodies = loops_of_products(kernels[-1].asm["cubin"])
         spills = sum(bool(re.search(r"\b(LDL|STL)\b", line)) for body in bodies for line in body)
         print(f"compiled {name}: {spills} spills among products of {len(bodies)} groups", flush=True)
-        if name == "rows":
+        if name in ("rows", "unions", "unions of small blocks"):
             print(f"serialized {name}: {are_products_serialized(kernels[-1].asm['ptx'])}", flush=True)
     sys.exit(0)

@@ -146,12 +146,15 @@ def test_the_kernels_compile_and_do_not_spill_sums(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("compiled ")]
-    assert len(lines) == 3
-    assert lines[0] == "compiled queries: 0 spills among products of 2 groups"
-    for line, kernel in zip(lines[1:], ("keys", "rows"), strict=True):
+    unions = ("unions", "unions of small blocks")
+    assert len(lines) == 5
+    for kernel in ("queries", *unions):
+        assert f"compiled {kernel}: 0 spills among products of 2 groups" in lines
+    for line, kernel in zip(lines[1:3], ("keys", "rows"), strict=True):
         name, _, rest = line.partition(": ")
         assert name == f"compiled {kernel}"
         assert rest.endswith(" spills among products of 2 groups")
         # Places and counts, of both groups; a tile of sums or of weights would be 16 registers or more, there and back.
         assert int(rest.split()[0]) < 32
-    assert "serialized rows: False" in done.stdout.splitlines()
+    for kernel in ("rows", *unions):
+        assert f"serialized {kernel}: False" in done.stdout.splitlines()
