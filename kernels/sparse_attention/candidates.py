@@ -9,6 +9,7 @@ brought in is marked as no member, and a kernel admits it to the rows whose wind
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Literal
 
 import torch
@@ -101,8 +102,9 @@ def build_lists(
     request = blocks.request[block]
     length = seqlen_kv[request]
     check_lists(candidates, request, seqlen_kv)
+    dynamic, run = _dynamic_keys(candidates, length)
     parts = [
-        (_dynamic_keys(candidates, length), 0),
+        (dynamic, 0),
         (_range_keys(torch.zeros_like(length), torch.clamp(length, max=num_sink_tokens)), 0),
     ]
     if window:
@@ -112,10 +114,23 @@ def build_lists(
     keys, members = _unique_keys(parts)
     if keys.numel() > _MAX_ENTRIES:
         raise PlanError("SAFE-SHAPE", "len(list_positions)", keys.numel(), "int32 offsets reach 2147483647")
-    list_idx, positions = keys >> POSITION_BITS, keys & ((1 << POSITION_BITS) - 1)
     bounds = torch.arange(request.numel() + 1, device=keys.device) << POSITION_BITS
-    slots = to_slots(request[list_idx], positions, page_table, page_size)
-    return CanonicalLists(torch.searchsorted(keys, bounds).int(), positions.int(), slots, members, keys)
+    slots = _slots_of_runs(keys, gcd(run, page_size) if keys is dynamic else 1, request, page_table, page_size)
+    positions = (keys & ((1 << POSITION_BITS) - 1)).int()
+    return CanonicalLists(torch.searchsorted(keys, bounds).int(), positions, slots, members, keys)
+
+
+def _slots_of_runs(
+    keys: Tensor,
+    run: int,  # so many keys at a time are neighbours within one page, which is looked up once
+    request: Tensor,  # (num_lists,)
+    page_table: Tensor,
+    page_size: int,
+) -> Tensor:
+    """Physical place of every key's position. [COORD-SLOT]"""
+    first = keys[::run]
+    slots = to_slots(request[first >> POSITION_BITS], first & ((1 << POSITION_BITS) - 1), page_table, page_size)
+    return slots if run == 1 else (slots[:, None] + torch.arange(run, device=keys.device)).flatten()
 
 
 def slot_dtype(num_pages: int, page_size: int) -> torch.dtype:
@@ -181,16 +196,20 @@ def listed_keys(candidates: CandidateLists, num_lists: int, device: torch.device
     return torch.unique((owner[is_listed] << POSITION_BITS) | indices[is_listed])
 
 
-def _dynamic_keys(candidates: CandidateLists, length: Tensor) -> Tensor:
-    """Keys of every token that D admits: a listed block admits its tokens below seqlen_kv. [BLOCK-EXPAND]"""
+def _dynamic_keys(candidates: CandidateLists, length: Tensor) -> tuple[Tensor, int]:
+    """Keys of every token that D admits, and how many of them at a time are one whole block's, 1 where some is cut.
+
+    A listed block admits its tokens below seqlen_kv. [BLOCK-EXPAND]
+    """
     block_keys = listed_keys(candidates, length.numel(), length.device)
     offset = torch.arange(candidates.block_size, device=length.device)
     owner, indices = block_keys >> POSITION_BITS, block_keys & ((1 << POSITION_BITS) - 1)
-    positions = indices[:, None] * candidates.block_size + offset
-    keys = (owner << POSITION_BITS)[:, None] | positions
-    if bool((positions[:, -1] < length[owner]).all()):  # no block hangs over the end: nothing is left out
-        return keys.flatten()
-    return keys[positions < length[owner][:, None]]
+    first = indices * candidates.block_size
+    keys = ((owner << POSITION_BITS) | first)[:, None] + offset
+    room = length[owner] - first
+    if bool((room >= candidates.block_size).all()):  # no block hangs over the end: nothing is left out
+        return keys.flatten(), candidates.block_size
+    return keys[offset < room[:, None]], 1
 
 
 def _range_keys(start: Tensor, past: Tensor) -> Tensor:

@@ -94,6 +94,23 @@ def test_lists_hold_the_union_of_their_parts(sharing, block_size, q_block_size, 
         assert got.list_slots[here].tolist() == (pages * PAGE_SIZE + want % PAGE_SIZE).tolist()
 
 
+@pytest.mark.parametrize("last_token", [47, 46], ids=["whole blocks", "a cut block"])
+@pytest.mark.parametrize("block_size", [2, 8, 12, 16, 24])
+def test_slots_of_blocks_follow_the_page_table_whatever_their_size_and_the_pages(block_size, last_token):
+    table = torch.tensor([[4, 1, 7, 0, 2, 9], [8, 3, 5, 6, -1, -1]], dtype=torch.int32)
+    lengths = (last_token + 1, 24)
+    blocks = [torch.arange(-(-length // block_size)) for length in lengths]
+    lists = CandidateLists(
+        granularity="block", sharing="shared", block_size=block_size, indices=torch.cat(blocks),
+        indptr=torch.tensor([0, len(blocks[0]), len(blocks[0]) + len(blocks[1])]),
+    )  # fmt: skip
+    got = build(qo_indptr=[0, 1, 2], seqlen_kv=list(lengths), page_table=table, candidates=lists)
+    want = [int(table[n, j // PAGE_SIZE]) * PAGE_SIZE + j % PAGE_SIZE for n in range(2) for j in range(lengths[n])]
+    assert got.list_indptr.tolist() == [0, lengths[0], sum(lengths)]
+    assert got.list_positions.tolist() == [j for length in lengths for j in range(length)]
+    assert got.list_slots.tolist() == want
+
+
 def test_fixed_width_lists_with_holes_are_passed_flattened():
     indices = torch.tensor([[3, -1, 1], [-1, -1, -1], [2, 2, -1]] * 3)
     lists = CandidateLists(
