@@ -26,15 +26,14 @@ from attnconform.kernels.sparse_attention.hopper_scores import (
     LOG2_E,
     PLAIN,
     SOFT_CAP,
-    reciprocal_of_pairs,
+    missing_of_cap,
+    slope_of_cap,
     spread,
 )
 from attnconform.kernels.sparse_attention.hopper_tiles import SWIZZLED, group_barrier, load_box, load_boxes
 
 TILE_M = gl.constexpr(64)  # rows times heads of a pair
 HALF = gl.constexpr(64)  # slots of a group
-# 2^62 squared is below 2^128, as reciprocals of pairs need it
-LARGEST_CAP_POWER = gl.constexpr(62.0)
 PAIR_WIDTH = gl.constexpr(4)
 
 
@@ -97,11 +96,11 @@ def hopper_keys_kernel(
         [
             (sum_slots, (
                 ring, span, slots, rows, scores, outputs,
-                0, HEADS, GROUP, HEAD_DIM, PAGE_SIZE, STAGES, SCORE, HAS_HEAD_MASK, dtype,
+                0, HEADS, HEAD_DIM, PAGE_SIZE, STAGES, SCORE, HAS_HEAD_MASK, dtype,
             )),
             (sum_slots, (
                 ring, span, slots, rows, scores, outputs,
-                1, HEADS, GROUP, HEAD_DIM, PAGE_SIZE, STAGES, SCORE, HAS_HEAD_MASK, dtype,
+                1, HEADS, HEAD_DIM, PAGE_SIZE, STAGES, SCORE, HAS_HEAD_MASK, dtype,
             )),
             (load_rows, (
                 q_desc, dout_desc, k_desc, v_desc, q_places, dout_places, k_places, v_places, ring, span, slots,
@@ -207,7 +206,6 @@ def sum_slots(
     ring, span, slots, rows, scores, outputs,
     PART: gl.constexpr,  # which half of the slots
     HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     STAGES: gl.constexpr,
@@ -372,16 +370,14 @@ def weigh_edges(
         cap = cap * LOG2_E
         if IS_MASKED:  # a score off the edges would reach its neighbour by their one reciprocal
             s = mask_edges(s, pair_ptr, rows, PART, HEADS, HAS_HEAD_MASK)
-        powers = gl.exp2(gl.minimum(s * cap_factor, LARGEST_CAP_POWER))
-        shares = reciprocal_of_pairs(0.5 + 0.5 * powers)
-        exponents = shares * (-cap) + (cap - lse)[None, :]
+        missing = missing_of_cap(s, cap_factor)
+        exponents = missing * (-cap) + (cap - lse)[None, :]
     if IS_MASKED:
         exponents = mask_edges(exponents, pair_ptr, rows, PART, HEADS, HAS_HEAD_MASK)
     probs = gl.exp2(exponents)
     factors = probs
     if SCORE == SOFT_CAP:
-        # 1 - tanh^2 by a form that does not cancel where tanh saturates
-        factors = probs * shares * (powers * shares)
+        factors = probs * slope_of_cap(missing)
         if IS_MASKED:
             factors = gl.where(probs == 0, 0.0, factors)
     return probs, factors

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnconform.kernels.sparse_attention.hopper_backward_keys import LARGEST_CAP_POWER, place_lanes
+from attnconform.kernels.sparse_attention.hopper_backward_keys import place_lanes
 from attnconform.kernels.sparse_attention.hopper_rows import by_sixteen_bytes, find_rows
 from attnconform.kernels.sparse_attention.hopper_scores import (
     ALIBI,
@@ -26,7 +26,8 @@ from attnconform.kernels.sparse_attention.hopper_scores import (
     PLAIN,
     SOFT_CAP,
     find_positions,
-    reciprocal_of_pairs,
+    missing_of_cap,
+    slope_of_cap,
     spread,
 )
 from attnconform.kernels.sparse_attention.hopper_tiles import clear_outside, find_run, group_barrier, load_tiles
@@ -304,16 +305,14 @@ def weigh_edges(
     elif SCORE == ALIBI:
         exponents = s * score_scale
     else:
-        powers = gl.exp2(gl.minimum(s * cap_factor, LARGEST_CAP_POWER))
-        shares = reciprocal_of_pairs(0.5 + 0.5 * powers)
-        exponents = shares * (-cap) + (cap - lse)[:, None]
+        missing = missing_of_cap(s, cap_factor)
+        exponents = missing * (-cap) + (cap - lse)[:, None]
     if IS_MASKED:
         exponents = gl.where(is_admitted, exponents, float("-inf"))
     factors = gl.exp2(exponents)
     if SCORE == SOFT_CAP:
-        # 1 - tanh^2 of shares of 1 - tanh, so that powers need no registers
         probs = factors
-        factors = probs * shares * (2.0 - shares)
+        factors = probs * slope_of_cap(missing)
         if IS_MASKED:
             factors = gl.where(probs == 0, 0.0, factors)
     return factors

@@ -12,6 +12,7 @@ ALIBI = gl.constexpr(1)
 SOFT_CAP = gl.constexpr(2)
 # 2^30 + 1 is 2^30 to a tanh: nothing larger changes a capped score, and two of them multiply without overflow
 LARGEST_POWER = gl.constexpr(30.0)
+LARGEST_SLOPE_POWER = gl.constexpr(62.0)  # a slope goes on to fall where tanh is 1; 2^62 squared is below 2^128
 LEAST_FACTOR = gl.constexpr(2.0**-126)
 
 
@@ -171,6 +172,22 @@ def mask_scores(x, first, eight, lane, run, bounds, HAS_LISTS: gl.constexpr):
 def shares_of_cap(x, cap_factor):
     """(1 - tanh) / 2 of products by what makes 2 log2(e) times tanh's argument of them."""
     return reciprocal_of_pairs(1.0 + gl.exp2(gl.minimum(x * cap_factor, LARGEST_POWER)))
+
+
+@jit
+def missing_of_cap(x, cap_factor):
+    """1 - tanh of the same, from which a slope can be told: as small as it comes."""
+    return reciprocal_of_pairs(0.5 + 0.5 * gl.exp2(gl.minimum(x * cap_factor, LARGEST_SLOPE_POWER)))
+
+
+@jit
+def slope_of_cap(missing):
+    """1 - tanh^2 by 1 - tanh, without its exponential, whose registers are wanted. [GRAD-SOFTCAP]
+
+    Relatively right where tanh is from 0 to 1. Where it nears -1 the difference cancels: what is left errs by less than
+    20 U, of the 23 U and more that the declared accuracy of tanh allows there.
+    """
+    return missing * (2.0 - missing)
 
 
 @jit

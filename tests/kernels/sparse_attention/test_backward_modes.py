@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Literal
 
 import pytest
 import torch
@@ -343,9 +344,10 @@ def test_gradients_of_score_rules_report_their_own_workspace() -> None:
     assert score_workspace_bytes(hot_call().plan, work) == 0
 
 
-def test_a_tier_has_no_backward() -> None:
+@pytest.mark.parametrize(("capacity", "sharing"), [(16, "kv_head"), (1, "shared")])  # entries: many, and one
+def test_a_tier_has_no_backward(capacity: int, sharing: Literal["kv_head", "shared"]) -> None:
     tier = plan_tier(
-        batch_size=1, capacity=16, max_seqlen_kv=32, granularity="token", block_size=1, sharing="kv_head",
+        batch_size=1, capacity=capacity, max_seqlen_kv=32, granularity="token", block_size=1, sharing=sharing,
         page_size=PAGE, num_pages=8, num_qo_heads=4, num_kv_heads=2, head_dim_qk=DIM, head_dim_vo=DIM, sm_scale=1.0,
         dtype=torch.float32, device=DEVICE,
     )  # fmt: skip
