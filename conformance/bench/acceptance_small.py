@@ -213,7 +213,11 @@ def listed_blocks(prompt: Prompt) -> Any:
 
 
 def reuse_checks(work: PrefillWork, machine: Machine) -> Iterator[Check]:
-    """A plan made again gives the same bits, other boundaries another answer, and another bias needs no new plan."""
+    """A plan made again gives the same bits, other boundaries another answer, and another bias needs no new plan.
+
+    Slopes of 0 are another program: 0 is added to each score, and it may round where the other fuses, so that no clause
+    owes its bits.
+    """
     from attnconform.kernels.sparse_attention import sparse_attention
     from attnconform.kernels.sparse_attention.rules import Alibi
 
@@ -228,7 +232,7 @@ def reuse_checks(work: PrefillWork, machine: Machine) -> Iterator[Check]:
     slopes = torch.tensor(work.slopes(), device=prompt.q.device)
     biased = prompt.plan(score_rules=[Alibi((0.0,) * work.num_qo_heads)])
     inputs = (prompt.q, prompt.k, prompt.v)
-    yield equal("no bias", prompt.run(biased)[0], out)
+    yield near("slopes of 0 against no bias", prompt.run(biased)[0], out)
     rebuilt, _ = prompt.run(prompt.plan(score_rules=[Alibi(tuple(work.slopes()))]))
     yield equal("a new bias in an old plan", sparse_attention(biased, *inputs, score_params=[slopes])[0], rebuilt)
 
