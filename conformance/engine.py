@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from attnconform.conformance.expectations import load_expectations, with_expecta
 from attnconform.conformance.isolation import count_kernel_kills, death_of
 from attnconform.conformance.judge.verdict import CaseResult, ExpectedFailure, Finding, State
 from attnconform.conformance.plugin import OWN_CASES, SELECTED_CASES, SKIPPED, hang_file, results_in
+from attnconform.conformance.process import exit_code_within
 from attnconform.conformance.results import (
     Footer,
     Header,
@@ -122,12 +122,7 @@ def exit_code_of(report: pytest.TestReport) -> int | None:
     """How the worker of a report ended, as subprocess has it; None where it cannot be told."""
     node = getattr(report, "node", None)
     popen = getattr(getattr(getattr(node, "gateway", None), "_io", None), "popen", None)
-    if popen is None:
-        return None
-    try:
-        return int(popen.wait(timeout=PATIENCE))
-    except subprocess.TimeoutExpired:
-        return None
+    return None if popen is None else exit_code_within(popen, PATIENCE)
 
 
 def innermost_frame(stacks: Path) -> str:

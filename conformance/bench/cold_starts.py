@@ -17,6 +17,7 @@ import msgspec
 
 from attnconform.conformance.bench.compiles import Compilation
 from attnconform.conformance.bench.machine import Machine, TimeUp
+from attnconform.conformance.process import run_within
 
 MOST_SECONDS = 10.0  # of one kernel's compilation
 TIMEOUT, GRACE = 150.0, 10.0  # seconds of one work's process, and past the machine's limit
@@ -108,15 +109,13 @@ def cold_start(name: str, machine: Machine) -> ColdStart | None:
         return None
     command = [sys.executable, "-m", "attnconform.conformance.bench.start_process", name, machine.device]
     timeout = seconds_for(machine)
-    # a compiler that a process which took too long had started may still write there
+    # a process that took too long, and is not gone yet, may still write there
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
-            done = subprocess.run(
-                command, capture_output=True, timeout=timeout, env=os.environ | {"TRITON_CACHE_DIR": folder}
-            )
+            done = run_within(command, timeout, env=os.environ | {"TRITON_CACHE_DIR": folder})
         except subprocess.TimeoutExpired:
             return ColdStart(work=name, error=f"took longer than {timeout:.0f} s")
     if done.returncode:
-        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        last = done.stderr.strip().splitlines()[-1:]
         return ColdStart(work=name, error=f"the process ended with {done.returncode}: {' '.join(last)[:300]}")
     return msgspec.json.decode(done.stdout.splitlines()[-1], type=ColdStart)

@@ -119,6 +119,10 @@ def bench_command(
     """Runs suites; 1 where an earlier report of the same version was asked for and does not agree."""
     check_choices(suites, backend, peer)
     check_lines(suites, lines, processes)
+    if plot is not None:
+        from attnconform.conformance.bench.plot import need_matplotlib, write_plot
+
+        need_matplotlib()
     earlier = None if agrees_with is None else read_report(agrees_with)
     if earlier is not None and default_device() == "cpu":
         raise ValueError(f"{agrees_with} cannot be agreed with: without a GPU, times mean nothing")
@@ -128,12 +132,10 @@ def bench_command(
         lines=lines, processes=processes,
     )  # fmt: skip
     report = run(console, request)
+    print_report(console, report)  # first: a file that cannot be written loses nothing
     if json_path is not None:
         write_json(json_path, report)
-    print_report(console, report)
     if plot is not None:
-        from attnconform.conformance.bench.plot import write_plot
-
         for written in write_plot(report, plot):
             console.print(f"  {written}", highlight=False)
     return 0 if earlier is None else print_agreement(console, earlier, report)
@@ -175,20 +177,21 @@ def run(console: Console, request: Request) -> BenchReport:
     """Everything that was measured, within the limit."""
     machine = open_machine(default_device())
     machine.deadline = None if request.limit is None else time.monotonic() + request.limit
+    chosen = lines_of(request, machine)
     environment = read_environment(machine)
     found = Found([] if machine.is_real else [MEANINGLESS])
     for note in found.notes:
         console.print(note, style="bold", highlight=False)
     counters = counted(request, machine)
     found.notes += [counters.note] if counters.note else []
-    parted = [suite for suite in request.suites if suite in LINES and request.processes is not None]
+    parted = [suite for suite in chosen if request.processes is not None]
     for suite in parted:
-        measure_lines(console, suite, request, machine, found)
+        measure_lines(console, suite, chosen[suite], request, machine, found)
     ceilings = found.ceilings or measure_ceilings(machine)
     environment = replaced(environment, clocks_loaded=read_clocks(machine))
     for suite in [suite for suite in request.suites if suite not in parted]:
         try:
-            run_suite(console, suite, request, machine, counters, ceilings, found)
+            run_suite(console, suite, chosen.get(suite, []), request, machine, counters, ceilings, found)
         except TimeUp:
             found.notes.append(f"suite {suite} is not complete: its limit of {request.limit:g} s was reached")
     return BenchReport(
@@ -218,9 +221,28 @@ class Found:
     ceilings: Ceilings | None = None
 
 
+def lines_of(request: Request, machine: Machine) -> dict[str, list[Line]]:
+    """What is measured of every suite that is taken line by line.
+
+    Raises ValueError, before anything is measured, where a suite has none of the lines asked for, or where a name that
+    was asked for is in no suite.
+    """
+    by_line = LINES if request.processes is not None else (TARGETS,)
+    tables = {suite: list(LINES[suite](machine)) for suite in request.suites if suite in by_line}
+    for part in request.lines:
+        chosen_lines([line for table in tables.values() for line in table], (part,))
+    chosen = {}
+    for suite, table in tables.items():
+        try:
+            chosen[suite] = chosen_lines(table, request.lines)
+        except ValueError as error:
+            raise ValueError(f"suite {suite}: {error}") from error
+    return chosen
+
+
 def run_suite(
-    console: Console, suite: str, request: Request, machine: Machine, counters: Counters, ceilings: Ceilings,
-    found: Found,
+    console: Console, suite: str, lines: list[Line], request: Request, machine: Machine, counters: Counters,
+    ceilings: Ceilings, found: Found,
 ) -> None:  # fmt: skip
     """One suite, line by line."""
     peer = request.peer if request.peer in PEERS_OF.get(suite, ()) else None
@@ -237,7 +259,7 @@ def run_suite(
             found.starts.append(start)
             print_line(console, line_of_start(start))
     elif suite == TARGETS:
-        for line in chosen_lines(list(target_lines(machine)), request.lines):
+        for line in lines:
             run_line(console, line, machine, options, ceilings, found)
     else:
         for row in SUITES[suite](machine, options):
@@ -264,7 +286,9 @@ def run_line(
     found.rows += rows
 
 
-def measure_lines(console: Console, suite: str, request: Request, machine: Machine, found: Found) -> None:
+def measure_lines(
+    console: Console, suite: str, lines: list[Line], request: Request, machine: Machine, found: Found
+) -> None:
     """A suite's lines in processes of their own; the ceilings when all is quiet, before the first turn."""
 
     def measure_first() -> None:
@@ -272,7 +296,6 @@ def measure_lines(console: Console, suite: str, request: Request, machine: Machi
         machine.release()
 
     table = LINES[suite]
-    lines = chosen_lines(list(table(machine)), request.lines)
     left = None if machine.deadline is None else max(1.0, machine.deadline - time.monotonic())
     turns = Turns(
         lines, Schedule(processes=request.processes or 1, limit=left), machine.device,

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import os
 import shutil
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 
 from attnconform.conformance.bench.figures import Figures
 from attnconform.conformance.bench.probe import MARK
+from attnconform.conformance.process import run_within
 
 BYTES_READ, BYTES_WRITTEN, HIT_RATE = "dram__bytes_read.sum", "dram__bytes_write.sum", "lts__t_sector_hit_rate.pct"
 DURATION = "gpu__time_duration.sum"
@@ -58,7 +58,7 @@ def collect(works: dict[str, str], *, timeout: float) -> Counters:
         "--metrics", ",".join(metrics), sys.executable, "-m", "attnconform.conformance.bench.probe", *works.values(),
     ]  # fmt: skip
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=os.environ.copy())
+        done = run_within(command, timeout)
     except subprocess.TimeoutExpired:
         return Counters(note=f"ncu took longer than {timeout:.0f} s")
     launches = parse(done.stdout)
@@ -72,7 +72,7 @@ def collect(works: dict[str, str], *, timeout: float) -> Counters:
 def known_tensor_metric(tool: str) -> list[str]:
     """The first name for tensor core use that this version knows for this device; none where it knows none."""
     try:
-        listing = subprocess.run([tool, "--query-metrics"], capture_output=True, text=True, timeout=60).stdout
+        listing = run_within([tool, "--query-metrics"], 60.0).stdout
     except (OSError, subprocess.SubprocessError):
         return []
     known = {line.split()[0] for line in listing.splitlines() if line.split()}

@@ -45,12 +45,19 @@ def template() -> jinja2.Template:
     return jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(source)
 
 
-def draw(report: BenchReport) -> bytes:
-    """The sweep where there is one, else every row beside its peer."""
+def need_matplotlib() -> None:
+    """Raises ValueError where matplotlib is missing."""
     try:
-        import matplotlib
+        import matplotlib  # noqa: F401
     except ModuleNotFoundError as missing:
         raise ValueError("--plot needs matplotlib: pip install 'attnconform[plot]'") from missing
+
+
+def draw(report: BenchReport) -> bytes:
+    """The sweep where there is one, else every row beside its peer."""
+    need_matplotlib()
+    import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

@@ -10,7 +10,6 @@ was to reach.
 import math
 import os
 import selectors
-import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ import msgspec
 from attnconform.conformance.bench.line_process import Done, Measured, Message, Ready, Turn, decode
 from attnconform.conformance.bench.row import BenchRow, LineRun
 from attnconform.conformance.bench.targets import Line
+from attnconform.conformance.process import GRACE, end_group, exit_code_within
 
 WARMING_SHARE = 0.5  # of the limit; then those that are ready are measured beside those that are not
 POLL = 0.2  # seconds
@@ -99,7 +99,9 @@ class Process:
 
     def last_words(self) -> str:
         """How a process ended that did not say so."""
-        code = self.process.wait()
+        code = exit_code_within(self.process, GRACE)
+        if code is None:
+            return "the process closed its output and did not end"
         self.log.seek(0)
         text = [line for line in self.log.read().decode(errors="replace").splitlines() if line.strip()]
         return f"the process ended with {code}" + (f": {text[-1].strip()[:300]}" if text else "")
@@ -117,9 +119,7 @@ class Process:
         """Ends the process and what it started; nothing where there is none."""
         if self.state in ("waiting", "over"):
             return
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        end_group(self.process)
         if self.process.stdin is not None:
             with suppress(BrokenPipeError):  # a turn that it did not live to read
                 self.process.stdin.close()

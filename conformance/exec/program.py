@@ -27,13 +27,13 @@ from attnconform.conformance.exec.messages import (
     Stopped,
 )
 from attnconform.conformance.isolation import signal_name
+from attnconform.conformance.process import GRACE, end_group, exit_code_within
 
 TIMEOUT_VARIABLE = "ATTNCONFORM_EXEC_TIMEOUT"  # seconds for one answer
 DEFAULT_TIMEOUT = 60.0
 MAX_LINE = 1 << 20  # bytes of one answer
 MAX_UNREAD = 16  # lines that wait to be read; a program that says more waits itself
 SHOWN = 80  # characters of an answer that is none
-GRACE = 5.0  # seconds to end after stop
 TICK = 0.01
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None  # loaded before a fork, which may not allocate
@@ -181,9 +181,8 @@ class Program:
 
     def died(self, name: str) -> ProgramDied:
         """The error of a program that ended while it was asked."""
-        try:
-            code = self.process.wait(timeout=GRACE)
-        except subprocess.TimeoutExpired:
+        code = exit_code_within(self.process, GRACE)
+        if code is None:
             self.kill()
             return ProgramDied(f"closed its output while {name!r} was asked")
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
@@ -221,8 +220,7 @@ class Program:
     def kill(self) -> None:
         """Ends it at once, if it has not ended, and what it started."""
         if self.is_running:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+            end_group(self.process)
         self.close_pipes()
 
     def close_pipes(self) -> None:

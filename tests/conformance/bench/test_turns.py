@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from attnconform.conformance.bench import command
+from attnconform.conformance.bench import command, turns
 from attnconform.conformance.bench.command import Request, bench_command, read_report
 from attnconform.conformance.bench.line_process import Measured, decode, encode, find_line
 from attnconform.conformance.bench.report_text import lines_summary
@@ -159,6 +159,36 @@ def test_lines_and_processes_belong_to_the_targets():
     assert Request(suites=("targets",)).processes is None
 
 
+@pytest.fixture
+def two_tables(table, monkeypatch):
+    """Two suites with lines; whatever measures, or gets ready to, fails."""
+    monkeypatch.setitem(command.LINES, "targets", table.lines)
+    monkeypatch.setitem(command.LINES, "backward-tuning", lambda machine: iter([table.line("other")]))
+    for begins in ("counted", "measure_lines", "run_suite", "measure_ceilings"):
+        monkeypatch.setattr(command, begins, lambda *_, **__: pytest.fail("something was begun"))
+
+
+@pytest.mark.parametrize(
+    ("suites", "lines", "processes", "refusal"),
+    [
+        (("targets", "backward-tuning"), ("first",), 2, "^suite backward-tuning: no line has first in .*are other$"),
+        (("targets", "backward-tuning"), ("first", "other", "nobody"), 2, "^no line has nobody in .*last; other$"),
+        (("index", "targets"), ("first", "other"), None, "^no line has other in .*last$"),
+    ],
+)
+@pytest.mark.usefixtures("two_tables")
+def test_a_line_that_a_suite_does_not_have_is_refused_before_any_is_measured(suites, lines, processes, refusal):
+    with pytest.raises(ValueError, match=refusal):
+        bench_command(Console(), suites=suites, lines=lines, processes=processes)
+
+
+@pytest.mark.usefixtures("two_tables")
+def test_a_picture_that_nothing_can_draw_is_refused_before_anything_is_measured(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ValueError, match="matplotlib"):
+        bench_command(Console(), suites=("targets",), plot=tmp_path / "plot")
+
+
 def test_an_answer_that_is_no_number_is_still_none_after_the_way_to_the_parent(numbers):
     sent = Measured(numbers.row(error=float("nan"), work="two\nlines"))
     said = encode(sent)
@@ -204,6 +234,21 @@ def test_a_process_that_died_before_its_turn_leaves_no_pipe_open():
     assert process.process.stdin.closed
     assert process.output.closed
     assert process.log.closed
+
+
+def test_a_process_that_closes_its_output_and_lives_on_is_told_and_ended(monkeypatch):
+    monkeypatch.setattr(turns, "GRACE", 0.2)
+    process = Process(Line("mute", None, iter, ()))
+    process.log = tempfile.TemporaryFile()  # noqa: SIM115
+    mute = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.close(1); time.sleep(600)"
+    process.process = subprocess.Popen(
+        [sys.executable, "-c", mute], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    process.enter("warming")
+    [done] = process.read()
+    assert (done.state, done.note) == ("failed", "the process closed its output and did not end")
+    process.finish(done)
+    assert process.process.returncode == -9
 
 
 def test_a_line_that_a_table_does_not_have_is_named(machine):
