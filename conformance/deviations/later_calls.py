@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from attnconform.conformance.adapters.reference_steps import StepsBackend
-from attnconform.conformance.backend import Backward, Forward, Tensors
+from attnconform.conformance.backend import Backward, Forward, Tensors, Whole
 from attnconform.conformance.deviations.deviation import deviates
 from attnconform.conformance.views import ProblemView
 from attnconform.reference.coordinates import FloatArray
@@ -113,13 +113,11 @@ class GivesNothingAfterABatchOfNone(CountsCalls):
         super().store(tensors, AttentionResult(out, result.lse))
 
 
-@deviates(
-    "SAFE-PATH", fault_class="C", report="PyTorch FlexAttention: after one compilation that raised, calls run eager"
-)
-class RunsElsewhereAfterACallThatRaised(StepsBackend):
-    """A call for gradients, which it does not have, raises, and later forwards take a path that is not declared."""
+class RaisesForGradients(StepsBackend):
+    """The reference without gradients: a call for them raises, and the forwards after it take the path `later`."""
 
     capabilities = msgspec.structs.replace(StepsBackend.capabilities, has_backward=False)
+    later = "native"
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__(device)
@@ -133,4 +131,28 @@ class RunsElsewhereAfterACallThatRaised(StepsBackend):
 
     def forward(self, problem: ProblemView, tensors: Tensors) -> Forward:
         right = super().forward(problem, tensors)
-        return replace(right, path="fallback: uncompiled") if self.has_raised else right
+        return replace(right, path=self.later) if self.has_raised else right
+
+
+@deviates(
+    "SAFE-PATH", fault_class="C", report="PyTorch FlexAttention: after one compilation that raised, calls run eager"
+)
+class RunsElsewhereAfterACallThatRaised(RaisesForGradients):
+    """A call for gradients, which it does not have, raises, and later forwards take a path that is not declared."""
+
+    later = "fallback: uncompiled"
+
+
+@deviates("SAFE-PATH", fault_class="C", report="no report: the same, under a name that does not say fallback")
+class TakesAnotherPathAfterACallThatRaised(RaisesForGradients):
+    """After a call that raised, forwards run uncompiled, on a path whose name says nothing of a fallback."""
+
+    later = "eager"
+
+
+@deviates("SAFE-PATH", fault_class="C", report="no report: a fallback declared for some inputs, taken after an error")
+class TakesItsDeclaredFallbackAfterACallThatRaised(RaisesForGradients):
+    """After a call that raised, what ran natively takes the fallback that is declared for other times."""
+
+    capabilities = msgspec.structs.replace(RaisesForGradients.capabilities, fallback={"dtype": Whole()})
+    later = "fallback: as declared"

@@ -7,23 +7,47 @@ from attnconform.conformance.judge.storage import store_inputs, store_upstream
 from attnconform.conformance.judge.trial import NAN, BackendCrash, Trial
 from attnconform.conformance.judge.verdict import Finding
 
-PERIOD = 2  # of two cases in a row one is asked: a compilation that fails takes its time
+PERIOD = 2  # of two cases in a row one is asked before its first forward, the other after its second
 
 
 @checks("SAFE-PATH")
 def check_after_a_call_that_raised(trial: Trial) -> list[Finding]:
-    """Gradients are asked of a backend that has none, before anything else: its first forward runs as any other.
+    """A backend without gradients is asked for them; the forward that comes next takes the path that it would have.
 
-    A compilation that failed may decide about all that are still to come, so the case's own must not have been made
-    yet. Numbers that are wrong since are for the checks of numbers, which come after.
+    In one half of the cases that forward is the first: a compilation that failed may decide about all that are still
+    to come, so the case's own must not have been made yet. Only a name that says fallback tells there. In the other
+    half two forwards come before, and their path, whatever its name, is the one to take again.
+    Numbers that are wrong since are for the checks of numbers, which come after.
     """
-    if trial.backend.capabilities.has_backward or trial.case.seed % PERIOD:
+    if trial.backend.capabilities.has_backward:
         return []
+    return path_taken_after(trial) if trial.case.seed % PERIOD else first_path_after(trial)
+
+
+def first_path_after(trial: Trial) -> list[Finding]:
+    """Whether the first forward after the error falls back where no fallback is declared."""
     error = error_of_gradients(trial)
-    if error is None or not trial.base.path.startswith("fallback") or declares_fallback(trial):
+    path = None if error is None else trial.base.path
+    if path is None or not path.startswith("fallback") or declares_fallback(trial):
         return []
-    message = f"after a call for gradients that raised {error}, a forward ran on {trial.base.path!r}"
-    return [Finding(state="FALLBACK_UNDECLARED", clauses=("SAFE-PATH",), message=message)]
+    return [told(f"after a call for gradients that raised {error}, a forward ran on {path!r}")]
+
+
+def path_taken_after(trial: Trial) -> list[Finding]:
+    """Whether a forward after the error takes another path than the same ones before it."""
+    before = trial.base.path
+    if trial.second.path != before:
+        return []  # calls alone choose among paths here, so that another one says nothing of the error
+    error = error_of_gradients(trial)
+    after = before if error is None else trial.run(trial.values).path
+    if after == before:
+        return []
+    return [told(f"forwards ran on {before!r}; after a call for gradients that raised {error}, one ran on {after!r}")]
+
+
+def told(message: str) -> Finding:
+    """A finding about the path of a call."""
+    return Finding(state="FALLBACK_UNDECLARED", clauses=("SAFE-PATH",), message=message)
 
 
 def error_of_gradients(trial: Trial) -> str | None:

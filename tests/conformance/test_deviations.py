@@ -11,6 +11,7 @@ import torch
 
 from attnconform.conformance.adapters.reference_steps import StepsBackend
 from attnconform.conformance.adapters.reference_structures import ReferenceStructures
+from attnconform.conformance.backend import Backend
 from attnconform.conformance.cases.matrix import matrix
 from attnconform.conformance.cases.structure import Case, build_problem
 from attnconform.conformance.clauses import CLAUSES
@@ -18,7 +19,7 @@ from attnconform.conformance.deviations import DEVIATIONS, FAULT_CLASSES, VARIAN
 from attnconform.conformance.deviations.blocks import ReadsABlockMask
 from attnconform.conformance.deviations.deviation import Deviation, add, idea_of, kebab_case
 from attnconform.conformance.deviations.masks import ReadsRules
-from attnconform.conformance.deviations.observation import observe
+from attnconform.conformance.deviations.observation import observe, trial_of
 from attnconform.conformance.judge.trial import BackendCrash, Trial
 from attnconform.reference.steps import Steps
 
@@ -111,16 +112,25 @@ def fingerprint(deviation: Deviation, cases: list[Case]) -> tuple[bytes, ...]:
 
 
 def digest(case: Case, deviation: Deviation) -> bytes:
-    """A hash of one call's outputs and traces; of the exception where it raises."""
+    """A hash of one call's outputs and traces; the exception where it raises, and the path of a forward after it."""
+    backend = deviation.build()
     try:
-        call = observe(case, deviation.build())
+        call = observe(case, backend)
     except BackendCrash as crash:
-        return str(crash).encode()
+        return f"{crash} {path_of_forward(case, backend)}".encode()
     arrays = [*call.outputs().values(), call.forward.lse]
     if call.gradients is not None:
         arrays += [call.gradients.dsink, *(call.gradients.dscore or ())]
     traces = (call.forward.path, call.forward.mutated, call.forward.overruns)
     return hashlib.md5(b"".join(a.tobytes() for a in arrays if a is not None) + repr(traces).encode()).digest()
+
+
+def path_of_forward(case: Case, backend: Backend) -> str:
+    """The path that a forward takes; nothing where it raises."""
+    try:
+        return trial_of(case, backend).base.path
+    except BackendCrash:
+        return ""
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
