@@ -134,11 +134,11 @@ class Trial:
 
     def settled_out(self, out: torch.Tensor) -> torch.Tensor:
         """A copy of an output, an empty row's zeros without their sign, which is free and may vary. [EMPTY-OUT]"""
-        is_code = out.dtype.itemsize == 1
-        if is_code or out.shape[:2] != self.is_empty.shape or not self.is_empty.any():
+        if out.shape[:2] != self.is_empty.shape or not self.is_empty.any():
             return out.detach().clone()
         is_empty = torch.from_numpy(self.is_empty).to(out.device)[..., None]
-        return torch.where(is_empty & (out == 0), torch.zeros_like(out), out).detach()
+        bits = out.detach().view(INTEGERS[out.dtype.itemsize])  # torch chooses among no float8
+        return torch.where(is_empty & (comparable(out) == 0), torch.zeros_like(bits), bits).view(out.dtype)
 
     @cached_property
     def base(self) -> Observed:
@@ -312,9 +312,15 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal numbers, NaN where NaN, -0 apart from 0."""
     if same_bytes(a, b):  # settles nearly every comparison, at a fraction of the cost
         return True
-    if a.dtype.itemsize == 1:  # codes: torch compares no float8
+    if a.dtype != b.dtype:
         return False
+    a, b = comparable(a), comparable(b)
     return bool(torch.equal(torch.signbit(a), torch.signbit(b))) and bool(torch.allclose(a, b, 0, 0, equal_nan=True))
+
+
+def comparable(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's numbers in a dtype that torch compares, which is no float8; codes as float32, exactly."""
+    return tensor.to(torch.float32) if tensor.dtype.itemsize == 1 else tensor
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

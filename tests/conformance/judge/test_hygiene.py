@@ -14,7 +14,7 @@ from attnconform.conformance.judge.interference import check_other_rows, check_u
 from attnconform.conformance.judge.membership import check_membership
 from attnconform.conformance.judge.memory import CONFIRMED, KEPT_BYTES, check_memory
 from attnconform.conformance.judge.storage import GUARD_VALUES
-from attnconform.conformance.judge.trial import Trial
+from attnconform.conformance.judge.trial import Trial, same_bits
 from attnconform.reference import philox
 
 CASE = next(c for c in matrix("L0") if c.structure.mask_rule is not None)
@@ -269,24 +269,65 @@ EMPTY = next(
 )
 
 
-def test_signs_of_an_empty_rows_zeros_are_free():
-    trial = Trial(EMPTY, VARIANTS["signs-the-zeros-of-an-empty-row"].build())
+class SignsTheZerosIn(StepsBackend):
+    """The zeros of an empty row have the signs of sums of all values; out is stored in a dtype of its own."""
+
+    steps = VARIANTS["signs-the-zeros-of-an-empty-row"].build().steps
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, problem, tensors):
+        done = super().forward(problem, tensors)
+        return replace(done, out=done.out.to(self.dtype))
+
+
+OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@pytest.mark.parametrize("dtype", OUT_DTYPES)
+def test_signs_of_an_empty_rows_zeros_are_free(dtype):
+    trial = Trial(EMPTY, SignsTheZerosIn(dtype))
     for check in (check_repeat, check_unselected, check_other_rows):
         assert check(trial) == []
-    signs = torch.signbit(trial.base.forward.out[torch.from_numpy(trial.is_empty)])
+    out = trial.base.forward.out[torch.from_numpy(trial.is_empty)]
+    assert out.dtype == dtype
+    signs = torch.signbit(out.float())
     assert signs.any()
     assert not signs.all()
 
 
-def test_no_other_sign_and_no_nan_is_settled():
+@pytest.mark.parametrize("dtype", OUT_DTYPES)
+def test_no_other_sign_and_no_nan_is_settled(dtype):
     trial = Trial(EMPTY, StepsBackend())
     is_empty = torch.from_numpy(trial.is_empty)
     assert is_empty.any()
     assert not is_empty.all()
-    zeros = torch.full((*is_empty.shape, 4), -0.0)
+    zeros = torch.full((*is_empty.shape, 4), -0.0).to(dtype)
     settled = trial.settled_out(zeros)
-    assert torch.equal(torch.signbit(settled), ~is_empty[..., None].expand_as(zeros))
-    assert torch.signbit(zeros).all()
-    assert trial.settled_out(torch.full_like(zeros, torch.nan)).isnan().all()
-    small = torch.full_like(zeros, -1e-30)
-    assert torch.equal(trial.settled_out(small), small)
+    assert settled.dtype == dtype
+    assert torch.equal(torch.signbit(settled.float()), ~is_empty[..., None].expand_as(zeros))
+    assert torch.signbit(zeros.float()).all()
+    assert trial.settled_out(torch.full(zeros.shape, torch.nan).to(dtype)).float().isnan().all()
+    small = torch.full(zeros.shape, -(2.0**-9)).to(dtype)  # the smallest number of float8_e4m3fn
+    assert small.float().all()
+    assert torch.equal(trial.settled_out(small).float(), small.float())
+
+
+@pytest.mark.parametrize("dtype", OUT_DTYPES)
+def test_a_sign_of_zero_a_number_and_a_dtype_make_other_bits(dtype):
+    numbers = torch.tensor([0.0, -0.0, 1.0, torch.nan]).to(dtype)
+    assert same_bits(numbers, numbers.clone())
+    for at, other in ((0, -0.0), (1, 0.0), (2, -1.0), (2, torch.nan), (3, 1.0)):
+        changed = numbers.clone()
+        changed[at] = torch.tensor(other).to(dtype)
+        assert not same_bits(numbers, changed)
+    assert not same_bits(numbers, numbers.double())
+
+
+def test_codes_that_say_nan_by_other_bits_are_the_same():
+    a, b = (torch.tensor([code], dtype=torch.uint8).view(torch.float8_e5m2) for code in (0x7D, 0x7F))
+    assert a.float().isnan().all()
+    assert b.float().isnan().all()
+    assert same_bits(a, b)
