@@ -11,6 +11,7 @@ out=${1:-$(dirname "$0")}
 shift
 steps=${*:-seed64k again prefill sweep quant index tiers backward nsa starts diagnose}
 [ "$steps" = all-targets ] && steps="lines acceptance tuning training"
+cores=$(env -u OMP_NUM_THREADS nproc) # which would give that number
 mkdir -p "$out"
 bounded() { # name, seconds until it is ended, module and arguments
     local name=$1 end=$2
@@ -45,19 +46,19 @@ for step in $steps; do
     nsa) suite nsa 60 --peer fla ;;
     diagnose) bench diagnose 65 --diagnose --json "$out/h200-diagnose.json" ;;
     lines)
-        bench lines $((${LIMIT:-240} + 30)) --suite targets -n "${PROCESSES:-$(nproc)}" --limit "${LIMIT:-240}" \
+        bench lines $((${LIMIT:-240} + 30)) --suite targets -n "${PROCESSES:-$cores}" --limit "${LIMIT:-240}" \
             --no-counters --json "$out/h200-lines.json"
         ;;
     acceptance)
         bounded acceptance 100 attnconform.conformance.bench.acceptance --limit 80 --json "$out/h200-acceptance.json"
         ;;
-    tuning) suite backward-tuning 120 -n "${PROCESSES:-$(nproc)}" ;;
+    tuning) suite backward-tuning 120 -n "${PROCESSES:-$cores}" ;;
     training) suite training 60 ;;
     targets) suite targets 150 --no-counters ;;
     matrix) # the common cases and the kernels' own, by each way to plan and run them
         for backend in triton triton-hopper triton-device-plan; do
             timeout "${LIMIT:-300}" python3 -m attnconform.conformance.command_line run -b "$backend" --device cuda \
-                --level "${LEVEL:-L1}" -n "${PROCESSES:-$(nproc)}" --resume --out "$out/matrix-$backend"
+                --level "${LEVEL:-L1}" -n "${PROCESSES:-$cores}" --resume --out "$out/matrix-$backend"
         done >"$out/h200-matrix.log" 2>&1
         ;;
     sanitize)
