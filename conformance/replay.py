@@ -8,7 +8,7 @@ from rich.table import Table
 
 from attnconform.conformance.adapters.registry import load_backend
 from attnconform.conformance.cases.from_trace import TILE_KV, touched, trace_cases
-from attnconform.conformance.cases.structure import Case
+from attnconform.conformance.cases.structure import REPLAYED, Case
 from attnconform.conformance.gate import write_text
 from attnconform.conformance.judge.judge import judge_case
 from attnconform.conformance.judge.verdict import CaseResult
@@ -46,9 +46,9 @@ def replay_trace(
     with make_progress(console) as bar:
         for case in bar.track(cases, description=f"judging {backend}"):
             results.append(judge_case(case, subject))
-    write_results(out, make_header(subject, "L4", cases, len(cases)), cases, results)
+    write_results(out, make_header(subject, REPLAYED, cases, len(cases)), cases, results)
     verdict = verdict_of(results)
-    print_failures(console, results, backend)
+    print_failures(console, results, backend, out)
     print_verdict(console, verdict, results, backend)
     return verdict.exit_code
 

@@ -14,7 +14,7 @@ import torch
 
 import attnconform
 from attnconform.conformance.backend import Backend, Capabilities
-from attnconform.conformance.cases.structure import Case, is_own
+from attnconform.conformance.cases.structure import Case, is_own, is_replayed
 from attnconform.conformance.judge.verdict import NOT_RUN, CaseResult
 
 SCHEMA_VERSION = 1
@@ -83,6 +83,7 @@ class Verdict:
     unsupported: int
     expected: int = 0  # failures that the run's expectations name
     own: int = 0  # of all that ran, cases of the backend's own domain
+    of_trace: bool = False  # and not of the common matrix
 
     @property
     def ran(self) -> int:
@@ -90,13 +91,14 @@ class Verdict:
 
     @property
     def declared_share(self) -> float:
-        """How much of the common matrix the backend declares, 0 to 1."""
+        """How much of the common matrix, or of a trace's cases, the backend declares, 0 to 1."""
         return (self.ran - self.own) / max(self.ran - self.own + self.unsupported, 1)
 
     @property
     def declared_text(self) -> str:
         """What was asked of the backend: 4 of 568 cases of the common matrix, and 96 of its own domain."""
-        common = f"{self.ran - self.own} of {self.ran - self.own + self.unsupported} cases of the common matrix"
+        whole = "the trace" if self.of_trace else "the common matrix"
+        common = f"{self.ran - self.own} of {self.ran - self.own + self.unsupported} cases of {whole}"
         return f"{common} ({self.declared_share:.0%})" + (f", and {self.own} of its own domain" if self.own else "")
 
     @property
@@ -120,7 +122,10 @@ def verdict_of(results: Iterable[CaseResult]) -> Verdict:
     every = list(results)
     counted = Counter(standing(result) for result in every)
     own = sum(is_own(result.case_id) and result.state not in NOT_RUN for result in every)
-    return Verdict(counted["conforming"], counted["failing"], counted["unsupported"], counted["expected"], own)
+    of_trace = any(is_replayed(result.case_id) for result in every)
+    return Verdict(
+        counted["conforming"], counted["failing"], counted["unsupported"], counted["expected"], own, of_trace
+    )
 
 
 def standing(result: CaseResult) -> Literal["failing", "expected", "unsupported", "conforming"]:

@@ -59,18 +59,20 @@ class Gather(PerRequest):
         """Attention of one request with its heads' sink logits, (num_qo_heads,)."""
         spec = problem.spec
         zeros = q.new_zeros(1, 1, q.shape[1], k.shape[2] + v.shape[2])
+        # it documents a positive scale; at 0 every score is 0, as with queries of 0
+        queries, scale = (q, spec.sm_scale) if spec.sm_scale else (0 * q, 1.0)
         outs, lses = [], []
         for head in range(spec.num_qo_heads):
-            kv = torch.cat([k[head // spec.group_size], v[head // spec.group_size]], dim=-1)[None, None]
+            kv = torch.cat([k[head // spec.group_size], v[head // spec.group_size]], dim=-1)[None, None].to(q.dtype)
             out, aux = self.package.gather_attn(
-                pad(q[head], (0, v.shape[2]))[None, None],
+                pad(queries[head], (0, v.shape[2]))[None, None],
                 zeros,
                 kv,
                 listed(problem, request, head)[None],
                 None if sinks is None else sinks[head : head + 1],
                 sliding_window_size=0,
                 impl="reference",
-                scale=spec.sm_scale,
+                scale=scale,
                 return_aux=self.package.AuxRequest(lse=True),
             )
             outs.append(out[0, 0, :, k.shape[2] :])
@@ -80,7 +82,9 @@ class Gather(PerRequest):
     def backward(
         self, problem: ProblemView, tensors: Tensors, forward: Forward, dout: Tensor, dlse: Tensor | None
     ) -> Backward:
-        found, sinks = super().backward(problem, tensors, forward, dout, dlse), sinks_of(problem)
+        # the gradients of a group's heads, each rounded by the package, add up in float32
+        wide = replace(tensors, k_cache=tensors.k_cache.float(), v_cache=tensors.v_cache.float())
+        found, sinks = super().backward(problem, wide, forward, dout, dlse), sinks_of(problem)
         if sinks is None or dlse is None:
             return found
         dsink = torch.zeros_like(sinks)

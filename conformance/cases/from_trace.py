@@ -6,7 +6,14 @@ import numpy as np
 
 from attnconform.conformance.cases.clauses_of import clauses_of
 from attnconform.conformance.cases.draw import Draw
-from attnconform.conformance.cases.structure import CandidateStructure, Case, Structure, build_problem, named
+from attnconform.conformance.cases.structure import (
+    REPLAYED,
+    CandidateStructure,
+    Case,
+    Structure,
+    build_problem,
+    named,
+)
 from attnconform.conformance.views import Hints
 from attnconform.reference.rules import Causal
 from attnconform.traces import CandidateRows, GroupKey, Trace, synthesize
@@ -52,7 +59,7 @@ def trace_case(trace: Trace, group: GroupKey, seed: int, dtype: str) -> Case:
     axes = trace_axes(structure, group)
     case = Case(
         id="",
-        level="L4",
+        level=REPLAYED,
         operation="forward",
         structure=structure,
         values="normal",

@@ -1,7 +1,7 @@
 """A case: explicit structure, a recipe for the numbers, one 64-bit seed, and the clauses it exercises."""
 
 import hashlib
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 import numpy as np
@@ -43,6 +43,7 @@ Corruption = Literal[
 ]  # fmt: skip
 SCALE_STREAM = 6
 OWN = "d"
+REPLAYED: Final = "L4"
 
 
 class CandidateStructure(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,6 +125,11 @@ def case_digest(case: Case) -> str:
 def is_own(case_id: str) -> bool:
     """Whether an id is of a case of a backend's own domain: its level ends in OWN."""
     return case_id.split(".")[0].endswith(OWN)
+
+
+def is_replayed(case_id: str) -> bool:
+    """Whether an id is of a case of a trace, which no matrix holds."""
+    return case_id.split(".")[0] == REPLAYED
 
 
 def named(case: Case, slug: str) -> Case:

@@ -17,7 +17,7 @@ from attnconform.conformance.explain.answer import Answer, Numbers
 from attnconform.conformance.explain.evidence import Script
 from attnconform.conformance.explain.rank import comparisons
 from attnconform.conformance.explain.telling import Telling, array_text, literal
-from attnconform.conformance.judge.judge import judge_case
+from attnconform.conformance.judge.judge import judge_case, undeclared
 from attnconform.conformance.judge.trial import Trial
 from attnconform.conformance.report.text import finding_text
 from attnconform.reference.coordinates import FloatArray
@@ -128,6 +128,16 @@ def expected(trial: Trial) -> tuple[Numbers, Numbers]:
         right = {"out": trial.oracle.out, "lse": trial.oracle.lse}
         return right, {name: np.zeros_like(array) for name, array in right.items()}
     return {c.name: c.want for c in told}, {c.name: c.worst for c in told}
+
+
+def why_unasked(case_json: str, backend: str, device: str) -> str:
+    """Why a backend is not asked a case, which its declaration leaves out; empty where it is."""
+    subject = load_backend(backend, device)
+    try:
+        outside = undeclared(decode_case(case_json.encode(), "CASE"), subject)
+    finally:
+        subject.close()
+    return "" if outside is None else outside.reason
 
 
 def judge_alone(case_json: str, backend: str, device: str) -> list[str]:

@@ -199,10 +199,12 @@ def store_scales(
 def wide_pool(shape: tuple[int, ...], page_stride: int | None, dtype: torch.dtype, device: str) -> torch.Tensor:
     """A pool of NaN; its pages `page_stride` elements apart where that is given. [COORD-WIDE]
 
-    Memory between pages is never touched, so on a CPU it is never there.
+    Memory between pages is never touched, so on a CPU it is never there. Raises ValueError where pages would overlap.
     """
     inner = torch.Size(shape[1:]).numel()
     apart = inner if page_stride is None else page_stride
+    if apart < inner:
+        raise ValueError(f"page_stride is {apart}, but must be at least {inner}, the elements of a page of K and V")
     storage = torch.empty(LEAD + (shape[0] - 1) * apart + inner, dtype=dtype, device=device)
     storage[:LEAD] = no_number(dtype)
     strides = torch.empty(shape[1:], device="meta").stride()

@@ -18,7 +18,7 @@ class KnownFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     id: str
     package: str
     observation: str
-    source: str  # "run", "read in the code", "read in the documentation"
+    source: str  # "run", "read in the code", "read in the documentation", "read in its issues"
     note: str = ""  # what is known beyond that where the suite has not reported it, and why it has not
 
 

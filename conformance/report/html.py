@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 
@@ -73,6 +74,6 @@ def write_html(run: Run, path: Path) -> None:
         standing=standing,
         classes=CLASSES,
         state_text=state_text,
-        repro=repro_command,
+        repro=partial(repro_command, folder=path.parent),
     )
     path.write_text(text, encoding="utf-8")

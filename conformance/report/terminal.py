@@ -1,6 +1,7 @@
 """The matrix on a terminal: clause areas by dtype, then what failed, then the verdict."""
 
 from collections import Counter, defaultdict
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -56,14 +57,18 @@ def cell(good: int, ran: int) -> str:
     return f"[{colour}]{good}/{ran}[/]"
 
 
-def print_failures(console: Console, results: list[CaseResult], backend: str) -> None:
-    """The first failures in full, and how many more there are; what was expected to fail apart from them."""
+def print_failures(console: Console, results: list[CaseResult], backend: str, folder: Path | None = None) -> None:
+    """The first failures in full, and how many more there are; what was expected to fail apart from them.
+
+    `folder`: where results.jsonl lies. What is there to be copied stays on one line, whatever the terminal's width.
+    """
     failing = [r for r in results if r.is_failing]
     for result in failing[:MAX_FAILURES]:
         console.print(f"[red]{state_text(result)}[/] {result.case_id}", highlight=False)
         for finding in result.findings[:3]:
             console.print(f"  {finding_text(finding)}", highlight=False, markup=False)
-        console.print(f"  reproduce: {repro_command(result.case_id, backend)}", highlight=False, markup=False)
+        again = repro_command(result.case_id, backend, folder)
+        console.print(f"  reproduce: {again}", highlight=False, markup=False, soft_wrap=True)
     if len(failing) > MAX_FAILURES:
         console.print(f"... and {len(failing) - MAX_FAILURES} more, in results.jsonl and report.html")
     print_expected(console, [r for r in results if r.is_expected_failure])

@@ -1,16 +1,20 @@
 """A failure in words: clause, coordinates, got, want, bound, and the line that reproduces it."""
 
 import shlex
+from pathlib import Path
 
-from attnconform.conformance.cases.structure import Case
+from attnconform.conformance.cases.structure import Case, is_replayed
 from attnconform.conformance.judge.verdict import CaseResult, Finding
 from attnconform.conformance.selection import level_of
 
 MAX_CLAUSES = 4
 
 
-def repro_command(case_id: str, backend: str) -> str:
-    """The command that judges this one case again."""
+def repro_command(case_id: str, backend: str, folder: Path | None = None) -> str:
+    """The command that judges this one case again; one of a trace from the run's folder, since no matrix holds it."""
+    if is_replayed(case_id):
+        name = case_id if folder is None else str(folder / case_id)
+        return f"attnconform explain {shlex.quote(name)} -b {shlex.quote(backend)}"
     level = level_of(case_id)
     at_level = "" if level == "L1" else f" --level {level}"
     return f"attnconform run -b {shlex.quote(backend)} --select {case_id}{at_level}"

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("attn_gym")
 
 from attnconform.conformance.adapters.attn_gym import Gather, GatherRepeats
-from attnconform.conformance.cases.matrix import SMOKE_ROW, matrix_case
+from attnconform.conformance.cases.matrix import SMOKE_ROW, matrix, matrix_case
 from attnconform.conformance.cases.structure import Case
 from attnconform.conformance.judge.judge import judge_case
 
@@ -50,3 +50,9 @@ def test_lists_that_repeat_a_key_are_declared_only_where_they_are_asked_for() ->
     result = judge_case(case_of("forward", listing="duplicates"), GatherRepeats())
     assert result.state == "FAIL_membership"
     assert result.findings[0].clauses[0] == "SET-DUPLICATE"
+
+
+@pytest.mark.parametrize("slug", ["designed-a-scale-of-zero", "designed-gradients-of-a-group-of-eight"])
+def test_a_scale_of_zero_and_the_gradients_of_a_large_group_conform(slug: str) -> None:
+    case = next(case for case in matrix("L1") if slug in case.id)
+    assert judge_case(case, Gather()).state == "PASS"

@@ -42,6 +42,12 @@ def test_every_case_beside_the_list_is_of_a_finding() -> None:
     assert {path.name for path in FILE.parent.glob("*.json")} == {case_file(f).name for f in FINDINGS}
 
 
+@pytest.mark.parametrize("path", sorted(FILE.parent.glob("*.json")), ids=lambda path: path.stem)
+def test_the_reference_conforms_where_a_package_does_not(path: Path) -> None:
+    result = judge_case(decode_case(path.read_bytes(), path.name), load_backend("reference", "cpu"))
+    assert result.state in ("PASS", "REFUSED_OK"), [finding.message for finding in result.findings]
+
+
 def installed_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package).partition("+")[0]

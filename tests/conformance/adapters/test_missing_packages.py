@@ -6,7 +6,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from attnconform.conformance.adapters.registry import load_backend
+from attnconform.conformance.adapters.registry import BUNDLED, load_backend
 from attnconform.conformance.backend import Unavailable
 from attnconform.conformance.command_line import main
 
@@ -22,6 +22,14 @@ NEEDED = {
     "attn-gym-repeats": ("attn_gym", "attn-gym"),
     "flashinfer-merge": ("flashinfer", "flashinfer"),
     "flashinfer-merge-states": ("flashinfer", "flashinfer"),
+    "flashinfer-merge-cuda": ("flashinfer", "flashinfer"),
+    "flashinfer-decode": ("flashinfer", "flashinfer"),
+    "flashinfer-decode-tc": ("flashinfer", "flashinfer"),
+    "flashinfer-decode-pages": ("flashinfer", "flashinfer"),
+    "flashinfer-prefill": ("flashinfer", "flashinfer"),
+    "flashinfer-bsr": ("flashinfer", "flashinfer"),
+    "flashinfer-bsr-lists": ("flashinfer", "flashinfer"),
+    "flashinfer-variable-bsr": ("flashinfer", "flashinfer"),
     "jax-xla": ("jax", "jax"),
     "jax-paged": ("jax", "jax"),
     "jax-splash": ("jax", "jax"),
@@ -43,6 +51,14 @@ ALONE = {
     "vllm-m3-prefill": "vllm",
     "vllm-mla-sparse": "vllm",
 }
+
+
+# of nothing but what the suite itself requires: a kernel of the GPU says so, the others run
+ON_A_GPU = ("triton-hopper", "flex-decode", "flex-paged", "flex-paged-cleared")
+ANYWHERE = (
+    "triton", "triton-atomic", "triton-device-plan", "triton-hybrid", "sdpa", "sdpa-lse", "flex-eager", "flex-compiled",
+    "flex-compiled-skips", "flex-eager-trusts-blocks", "reference",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -84,3 +100,17 @@ def test_a_package_without_an_extra_is_named(backend: str, without, tmp_path) ->
     assert called.exit_code == 2
     assert called.output.count("\n") == 1
     assert f"pip install --no-deps {ALONE[backend]}" in called.output
+
+
+def test_no_bundled_backend_is_left_out():
+    named = (*NEEDED, *ALONE, *ON_A_GPU, *ANYWHERE)
+    assert len(set(named)) == len(named)
+    assert set(named) == set(BUNDLED)
+
+
+@pytest.mark.parametrize("backend", ON_A_GPU)
+def test_a_kernel_of_the_gpu_says_so_and_ends_with_2(backend: str, tmp_path) -> None:
+    called = CliRunner().invoke(main, ["run", "-b", backend, "--device", "cpu", "--out", str(tmp_path / "out")])
+    assert called.exit_code == 2
+    assert called.output.count("\n") == 1
+    assert f"{backend} is a kernel of the GPU" in called.output

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from attnconform.conformance.adapters.reference_steps import StepsBackend
+from attnconform.conformance.backend import Backend, OneOf
 from attnconform.conformance.cases.refusals import refusal_cases
 from attnconform.conformance.cases.structure import Case, decode_case
 from attnconform.conformance.deviations import DEVIATIONS
@@ -68,3 +69,23 @@ def test_it_accuses_who_accepts(
     said = capsys.readouterr().out
     assert ("the input breaks SET-RANGE and was accepted" in said) == (deviation is not None)
     assert said.splitlines()[-1].startswith("not reproduced" if deviation is None else "reproduced")
+
+
+def test_a_case_that_is_not_declared_is_unsupported_and_not_called_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = CASES["position-at-length"]
+    names = runpy.run_path(str(script(tmp_path, case)))
+    make = DEVIATIONS["clamps-positions-into-the-request"].build  # accepts it, were it asked
+    narrow = msgspec.structs.replace(make().capabilities, supported={"refusal": OneOf(("another",))})
+
+    def load(backend: str, device: str) -> Backend:
+        subject = make()
+        subject.capabilities = narrow
+        return subject
+
+    monkeypatch.setattr(reproducing, "load_backend", load)
+    assert names["main"]() == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith("not reproduced: reference does not support this case, so it was not called: refusal = ")
+    assert "refused" not in said

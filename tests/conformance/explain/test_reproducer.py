@@ -6,12 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from attnconform.conformance.adapters.reference_steps import StepsBackend
 from attnconform.conformance.cases.matrix import matrix
 from attnconform.conformance.deviations import DEVIATIONS
+from attnconform.conformance.explain import reproducer
 from attnconform.conformance.explain.reproducer import reproducer_text
 from attnconform.conformance.explain.shrink import is_sound
 from attnconform.reference.rules import Alibi, And, Causal, Document, PrefixLM, SoftCap, Window
@@ -71,7 +73,7 @@ def test_it_computes_the_expected_numbers_where_only_numpy_is_installed(small_ca
 def test_it_imports_nothing_of_ours_but_the_call(small_case, tmp_path):
     lines = script(tmp_path, small_case()).read_text().splitlines()
     ours = [line.strip() for line in lines if re.match(r"\s*(from|import) attnconform", line)]
-    assert ours == ["from attnconform.conformance.explain.reproducer import call_adapter"]
+    assert ours == ["from attnconform.conformance.explain.reproducer import call_adapter, why_unasked"]
 
 
 @pytest.mark.parametrize(
@@ -97,6 +99,16 @@ def test_it_finds_nothing_wrong_with_a_right_backend(small_case, tmp_path, capsy
     path = script(tmp_path, small_case(operation="backward", q=(2,), kv=(9,)))
     assert runpy.run_path(str(path))["main"]() == 0
     assert "not reproduced" in capsys.readouterr().out
+
+
+def test_a_backend_that_does_not_declare_the_case_is_not_called(small_case, tmp_path, monkeypatch, capsys):
+    path = script(tmp_path, small_case(operation="backward", q=(2,), kv=(9,)))
+    narrow = DEVIATIONS["scales-twice"].build()
+    narrow.capabilities = msgspec.structs.replace(narrow.capabilities, has_backward=False)
+    monkeypatch.setattr(reproducer, "load_backend", lambda backend, device: narrow)
+    assert runpy.run_path(str(path))["main"]() == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == "not reproduced: reference does not support this case, so it was not called: no backward"
 
 
 PARTS = {

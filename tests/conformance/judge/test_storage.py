@@ -1,5 +1,6 @@
 """Where a call's tensors lie: within their storages, apart from each other, and with nothing readable around them."""
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -8,7 +9,7 @@ from attnconform.conformance.cases.matrix import matrix
 from attnconform.conformance.cases.structure import Case, Structure, build_problem
 from attnconform.conformance.cases.values import build_values
 from attnconform.conformance.embedding import LEAD
-from attnconform.conformance.judge.storage import store_inputs, store_upstream, within_storage
+from attnconform.conformance.judge.storage import SPARE_DIM, store_inputs, store_upstream, within_storage
 from attnconform.conformance.views import ProblemView
 
 
@@ -43,6 +44,15 @@ def test_every_input_begins_within_its_storage_where_a_wide_load_may_start(case:
 def test_what_lies_before_an_input_is_no_number() -> None:
     for name, tensor in stored(PLAIN).items():
         assert torch.isnan(tensor.as_strided((LEAD,), (1,), 0)).all(), name
+
+
+def test_pages_that_overlap_are_refused() -> None:
+    cache = INTERLEAVED.structure
+    page = 2 * cache.page_size * cache.num_kv_heads * (max(cache.head_dim_qk, cache.head_dim_vo) + SPARE_DIM)
+    stored(msgspec.structs.replace(INTERLEAVED, structure=msgspec.structs.replace(cache, page_stride=page)))
+    overlapping = msgspec.structs.replace(cache, page_stride=page - 1)
+    with pytest.raises(ValueError, match=f"page_stride is {page - 1}, but must be at least {page}"):
+        stored(msgspec.structs.replace(INTERLEAVED, structure=overlapping))
 
 
 def test_a_packed_q_has_the_numbers_of_q_and_rows_farther_apart() -> None:
