@@ -13,8 +13,10 @@ import torch
 
 from attnconform.conformance.judge.verdict import CaseResult, Finding, State, worst_state
 
-# types and texts in which torch, numpy, Triton and the CUDA runtime say that memory ran out
-OUT_OF_MEMORY = re.compile(r"\b\w*(OutOfMemoryError|MemoryError)\b|out of memory|can't allocate memory")
+# types and texts in which torch, numpy, Triton, the CUDA runtime and its libraries say that memory ran out
+OUT_OF_MEMORY = re.compile(
+    r"\b\w*(OutOfMemoryError|MemoryError)\b|out of memory|can't allocate memory|_STATUS_ALLOC_FAILED\b"
+)
 # after these a context answers every later call with an error, whoever makes it
 DEVICE_FAULT = re.compile(
     r"\bAcceleratorError\b|\b(CUDA|HIP|XPU) (driver )?error\b|\[(CUDA|HIP)\]: (an illegal|unspec|misal)"

@@ -263,8 +263,8 @@ class TritonUnion(TritonKernels):
 class TritonHopper(TritonKernels):
     """The same plans, their forward by TMA and wgmma even where a tile has few rows, or rows have lists of their own.
 
-    Lists with slopes, and caches whose pages lie apart by no whole number of tokens, are left to the other kernel, as a
-    plan leaves them; the path of a run says so.
+    Lists with slopes, a scale of 0 or next to it, and caches whose pages lie apart by no whole number of tokens are left
+    to the other kernel, as a plan leaves them; the path of a run says so.
     """
 
     name = "triton-hopper"
@@ -272,12 +272,13 @@ class TritonHopper(TritonKernels):
     def __init__(self, device: str = "cpu") -> None:
         super().__init__(device)
         from attnconform.kernels.sparse_attention.hopper_choice import why_not_here
-        from attnconform.kernels.sparse_attention.tuning import Choice
+        from attnconform.kernels.sparse_attention.tuning import SMALLEST_SCALE, Choice
 
         missing = why_not_here(torch.device(device))
         if missing is not None:
             raise Unavailable(f"{self.name} is a kernel of the GPU: {missing}")
         self.choice = Choice(forward="hopper")
+        self.smallest_scale = SMALLEST_SCALE
         numerics = {
             # rows of a union tile may have one block each of a tile of 64 keys
             dtype: replace(declared, min_tile=16, denominator_tile=128)
@@ -295,7 +296,8 @@ class TritonHopper(TritonKernels):
     def plan(self, problem: ProblemView, dtype: torch.dtype) -> Any:
         arguments = self.plan_arguments(problem, dtype)
         has_slopes = any(isinstance(rule, self.rules.Alibi) for rule in arguments["score_rules"])
-        if arguments["candidates"] is None or not has_slopes:
+        is_scaled = problem.spec.sm_scale >= self.smallest_scale
+        if is_scaled and (arguments["candidates"] is None or not has_slopes):
             arguments["choice"] = self.choice
         return self.kernels.plan(**arguments, num_kv_splits=problem.hints.num_kv_splits)
 

@@ -2,8 +2,8 @@
 
 Three groups hold 64 lanes each, a lane being one query row and head; a warp of its own has TMA copy the blocks of the
 union, each once, into a ring of tiles in shared memory. A tile is 64 keys: a block, a part of one, or a few small ones.
-A group leaves out a tile that none of its own rows lists, and of any other masks what a row does not list by the row's
-bit. Programs stay, and take every so-many-th task, so that neighbouring tiles of one KV head are under way together.
+A group leaves out a tile that none of its own rows lists, and of any other, by a row's bit, what the row does not list.
+Programs stay, and take every so-many-th task, so that neighbouring tiles of one KV head are under way together.
 
 A tile is read whole. Tokens that no row of the task admits may be anything, NaN included: their scores are masked
 before the maximum, and their rows of V are zeroed in shared memory before they meet a weight of 0. Tokens that some row
@@ -23,13 +23,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnconform.kernels.sparse_attention.hopper_rows import load_bounds, load_queries, store_rows
-from attnconform.kernels.sparse_attention.hopper_scores import PLAIN, weigh
-from attnconform.kernels.sparse_attention.hopper_tiles import CLEARED, group_barrier, load_boxes
+from attnconform.kernels.sparse_attention.hopper_scores import PLAIN, spread, weigh
+from attnconform.kernels.sparse_attention.hopper_tiles import group_barrier, load_boxes
 
 LANES = gl.constexpr(64)  # of a group
+CLEARED = gl.constexpr(32)  # rows of V that are looked at together, at most
 SEEN_ROWS = gl.constexpr(32)  # as many bits as an entry has for the rows of a tile
-GROUP_REGISTERS = gl.constexpr(152)  # of a thread that multiplies: three groups and the warp that loads
-LOADER_REGISTERS = gl.constexpr(40)
+GROUP_REGISTERS = gl.constexpr(160)  # of a thread that multiplies: three groups and the warp that loads
+LOADER_REGISTERS = gl.constexpr(32)
 
 
 # Numbers of a batch: a kernel compiled for one value of them must serve every other.
@@ -246,34 +247,45 @@ def attend_members(
             stage = (done + i) % STAGES
             phase = ((done + i) // STAGES) & 1
             positions, members = units
-            units = load_units(i + 1, entry_start, entry_end, entries, BLOCK_SIZE, UNIT, TILE_KV)
             listed = members[0]
             for n in gl.static_range(1, TILE_KV // UNIT):
                 listed |= members[n]
             mbarrier.wait(k_full.index(stage), phase)
             if ((listed >> FIRST_ROW) & ((1 << NUM_ROWS) - 1)) != 0:
                 s = warpgroup_mma(q_tile, k_tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+                units = load_units(i + 1, entry_start, entry_end, entries, BLOCK_SIZE, UNIT, TILE_KV)
                 first, _start = find_unit(i, entry_start, 0, BLOCK_SIZE, UNIT, TILE_KV)
                 last, _start = find_unit(i, entry_start, TILE_KV // UNIT - 1, BLOCK_SIZE, UNIT, TILE_KV)
                 is_whole = (first >= full_start) & (last < full_end)
                 s = warpgroup_mma_wait(num_outstanding=0, deps=[s])
-                s = mask_members(s, members, local_row, UNIT, TILE_KV)
+                # Waited for and cleared before the weights: with nothing between them and the product, the assembler
+                # scales acc beside the exponentials.
+                mbarrier.wait(v_full.index(stage), phase)
+                if UNIT < TILE_KV:
+                    s = mask_members(s, members, local_row, UNIT, TILE_KV)
                 if not is_whole:
                     s = mask_positions(s, positions, bounds[0], bounds[1], UNIT, TILE_KV)
-                weights, rescale, row_max, row_sum = weigh(
-                    s, row_max, row_sum, 0, (0, 0, 0, TILE_KV, 0), bounds, TILE_KV, PLAIN, False
-                )
-                acc = acc * gl.convert_layout(rescale, row_o)[:, None]
-                p = gl.convert_layout(weights.to(dtype), p_layout)
-                mbarrier.wait(v_full.index(stage), phase)
-                if not is_whole:
                     clear_unseen(
                         v_tiles.index(stage), positions, members, task_ptr, rows[3], rows[4], UNIT, TILE_KV, HEAD_DIM
                     )
+                if UNIT < TILE_KV:
+                    weights, rescale, row_max, row_sum = weigh(
+                        s, row_max, row_sum, 0, (0, 0, 0, TILE_KV, 0), bounds, TILE_KV, PLAIN, False
+                    )
+                else:
+                    is_member = ((members[0] >> local_row) & 1) != 0
+                    weights, rescale, row_max, row_sum = weigh_members(
+                        s, is_member, row_max, row_sum, bounds[5], TILE_KV
+                    )
+                acc = acc * gl.convert_layout(rescale, row_o)[:, None]
+                p = gl.convert_layout(weights.to(dtype), p_layout)
+                if UNIT == TILE_KV:
+                    p = keep_members(p, is_member)
                 acc = warpgroup_mma(p, v_tiles.index(stage), acc, is_async=True)
                 acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
                 group_barrier()
             else:
+                units = load_units(i + 1, entry_start, entry_end, entries, BLOCK_SIZE, UNIT, TILE_KV)
                 mbarrier.wait(v_full.index(stage), phase)
             mbarrier.arrive(empty.index(stage), count=1)
         done += num_tiles
@@ -314,6 +326,34 @@ def mask_members(s, members, local_row, UNIT: gl.constexpr, TILE_KV: gl.constexp
 
 
 @jit
+def weigh_members(s, is_member, row_max, row_sum, score_scale, TILE_KV: gl.constexpr):
+    """As `weigh`, of a tile that a row lists whole or not at all; the weights of rows that do not may be anything.
+
+    A row that lists nothing of the tile keeps its maximum and its sum: two selects a row in place of one a score.
+    [BLOCK-MEMBER, MASK-BEFORE-MAX]
+    """
+    x = s.reshape([s.shape[0], TILE_KV // 8, 8])
+    layout: gl.constexpr = x.type.layout
+    tile_max = gl.convert_layout(gl.max(gl.max(x, axis=1), axis=1), row_max.type.layout) * score_scale
+    new_max = gl.maximum(row_max, gl.where(is_member, tile_max, float("-inf")))
+    # A row that has admitted nothing yet would subtract -inf from -inf. [EMPTY-OUT]
+    base = gl.where(new_max == float("-inf"), 0.0, new_max)
+    rescale = gl.exp2(row_max - base)
+    weights = gl.exp2(x * score_scale - spread(base, layout))
+    tile_sum = gl.convert_layout(gl.sum(gl.sum(weights, axis=1), axis=1), row_max.type.layout)
+    row_sum = row_sum * rescale + gl.where(is_member, tile_sum, 0.0)
+    return gl.convert_layout(weights.reshape(s.shape), s.type.layout), rescale, new_max, row_sum
+
+
+@jit
+def keep_members(p, is_member):
+    """Weights of rows that list the tile, 0 of all others, NaN included; two neighbours of 16 bits at once."""
+    kept = gl.where(is_member, -1, 0).to(gl.int16)
+    kept = gl.convert_layout(kept, gl.SliceLayout(1, p.type.layout))[:, None]
+    return gl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [p, kept], dtype=p.dtype, is_pure=True, pack=2)
+
+
+@jit
 def mask_positions(s, positions, mask_start, mask_end, UNIT: gl.constexpr, TILE_KV: gl.constexpr):
     """The scores of what a lane's row may see, -inf for all other keys of the tile."""
     key = gl.arange(0, TILE_KV, layout=gl.SliceLayout(0, s.type.layout))
@@ -342,23 +382,29 @@ def clear_unseen(
     is_row = row < gl.load(task_ptr + 2)
     mask_start = gl.load(mask_starts_ptr + q_start + row, mask=is_row, other=0)
     mask_end = gl.load(mask_ends_ptr + q_start + row, mask=is_row, other=0)
-    for n in gl.static_range(TILE_KV // CLEARED):
-        is_listed = ((members[n * CLEARED // UNIT] >> row) & 1) != 0
+    PART: gl.constexpr = min(CLEARED, UNIT)
+    for n in gl.static_range(TILE_KV // PART):
+        is_listed = ((members[n * PART // UNIT] >> row) & 1) != 0
         clear_part(
-            tile.slice(n * CLEARED, CLEARED, dim=0), positions[n * CLEARED // UNIT] + n * CLEARED % UNIT,
-            mask_start, gl.where(is_listed, mask_end, 0), HEAD_DIM, pairs,
+            tile.slice(n * PART, PART, dim=0), positions[n * PART // UNIT] + n * PART % UNIT,
+            mask_start, gl.where(is_listed, mask_end, 0), PART, HEAD_DIM, pairs,
         )  # fmt: skip
     fence_async_shared()
     group_barrier()
 
 
 @jit
-def clear_part(part, first, mask_start, mask_end, HEAD_DIM: gl.constexpr, pairs: gl.constexpr):
+def clear_part(
+    part, first, mask_start, mask_end,
+    ROWS: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    pairs: gl.constexpr,
+):  # fmt: skip
     """Zeroes those of some neighbouring keys' values that lie in no row's interval."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    kv_idx = first + gl.arange(0, CLEARED, layout=gl.SliceLayout(1, pairs))
-    # [CLEARED, SEEN_ROWS]
+    kv_idx = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, pairs))
+    # [ROWS, SEEN_ROWS]
     admits = (kv_idx[:, None] >= mask_start[None, :]) & (kv_idx[:, None] < mask_end[None, :])
     is_seen = gl.convert_layout(gl.max(admits.to(gl.int32), axis=1), gl.SliceLayout(1, layout)) != 0
     v = part.load(layout)
-    part.store(gl.where(is_seen[:, None], v, gl.full([CLEARED, HEAD_DIM], 0.0, v.dtype, layout=layout)))
+    part.store(gl.where(is_seen[:, None], v, gl.full([ROWS, HEAD_DIM], 0.0, v.dtype, layout=layout)))

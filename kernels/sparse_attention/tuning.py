@@ -68,7 +68,7 @@ BYTES_PER_SECOND_APART = 8.1e12  # out of L2
 BYTES_PER_SECOND_UNITED = 4.0e12
 FLOPS_PER_SECOND = 2.5e14
 
-# of `hopper_union`: three groups of 64 lanes; 7.1 ms over the random lists above, and 3.4 over the clustered ones
+# of `hopper_union`: three groups of 64 lanes; 7.7 ms over the random lists above, and 3.8 over the clustered ones
 HOPPER_UNION_GROUPS = 3
 HOPPER_UNION_LANES = 64
 HOPPER_UNION_ROWS = 24  # of a tile at most: an entry has a bit for each

@@ -23,6 +23,7 @@ def result_of(state, message):
         "raised _ArrayMemoryError: Unable to allocate 7.28 TiB for an array with shape (1000000000000,)",
         "raised RuntimeError: [enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory",
         "raised AcceleratorError: CUDA error: out of memory",
+        "raised RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
     ],
 )
 def test_memory_that_ran_out_is_oom_and_spoils_the_process(message):
