@@ -1,12 +1,14 @@
 """Other processes are ended, not trusted to end: whoever waits for one says how long."""
 
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+ERROR_LINE = re.compile(r"\w[\w.]*(Error|Exception)\b")  # where a traceback, or what it quotes, names its error
 GRACE = 5.0  # seconds that a killed process has to be gone: one that waits for a device may never be
 
 
@@ -45,3 +47,12 @@ def run_within(
                 pipe.close()
         raise
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def last_words(text: str) -> str:
+    """The last line that a process wrote; where that only marks a place in source, the errors that were told first."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if lines and not any(map(str.isalpha, lines[-1])):
+        lines = [line for line in lines if ERROR_LINE.match(line)][:2] or lines
+        return " ".join(lines)[:300]
+    return lines[-1][:300] if lines else ""

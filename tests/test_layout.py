@@ -171,3 +171,26 @@ def test_functions_of_the_reference_are_short(capsys: pytest.CaptureFixture[str]
     lengths = function_lengths("reference")
     assert statistics.median(length for length, _ in lengths) < MEDIAN
     assert not [where for length, where in lengths if length > LONGEST]
+
+
+def jit_functions() -> list[tuple[Path, ast.FunctionDef]]:
+    """Functions that Triton or Gluon compiles."""
+    return [
+        (path, node)
+        for folder in ("conformance", "kernels")
+        for path in modules(folder)
+        for node in ast.walk(ast.parse(path.read_text(), str(path)))
+        if isinstance(node, ast.FunctionDef)
+        and any("jit" in ast.unparse(decorator).split("(")[0] for decorator in node.decorator_list)
+    ]
+
+
+def test_compiled_functions_have_no_annotation_but_constexpr() -> None:
+    """Triton compiles the annotations of what a kernel calls; its interpreter does not, and would hide it."""
+    functions = jit_functions()
+    assert len(functions) > 100
+    for path, node in functions:
+        arguments = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+        annotations = {ast.unparse(a.annotation) for a in arguments if a.annotation}
+        assert annotations <= {"tl.constexpr", "gl.constexpr"}, f"{path}: {node.name}"
+        assert node.returns is None or ast.unparse(node.returns) == "None", f"{path}: {node.name}"

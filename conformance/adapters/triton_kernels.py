@@ -263,8 +263,8 @@ class TritonUnion(TritonKernels):
 class TritonHopper(TritonKernels):
     """The same plans, their forward by TMA and wgmma even where a tile has few rows, or rows have lists of their own.
 
-    Lists with slopes, a scale of 0 or next to it, and caches whose pages lie apart by no whole number of tokens are left
-    to the other kernel, as a plan leaves them; the path of a run says so.
+    Lists with slopes, a scale of 0 or next to it, and caches whose pages lie apart by no whole number of tokens are
+    left to the other kernel, as a plan leaves them; the path of a run says so.
     """
 
     name = "triton-hopper"

@@ -17,7 +17,7 @@ import msgspec
 
 from attnconform.conformance.bench.compiles import Compilation
 from attnconform.conformance.bench.machine import Machine, TimeUp
-from attnconform.conformance.process import run_within
+from attnconform.conformance.process import last_words, run_within
 
 MOST_SECONDS = 10.0  # of one kernel's compilation
 TIMEOUT, GRACE = 150.0, 10.0  # seconds of one work's process, and past the machine's limit
@@ -116,6 +116,5 @@ def cold_start(name: str, machine: Machine) -> ColdStart | None:
         except subprocess.TimeoutExpired:
             return ColdStart(work=name, error=f"took longer than {timeout:.0f} s")
     if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:]
-        return ColdStart(work=name, error=f"the process ended with {done.returncode}: {' '.join(last)[:300]}")
+        return ColdStart(work=name, error=f"the process ended with {done.returncode}: {last_words(done.stderr)}")
     return msgspec.json.decode(done.stdout.splitlines()[-1], type=ColdStart)

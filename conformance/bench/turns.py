@@ -24,7 +24,7 @@ import msgspec
 from attnconform.conformance.bench.line_process import Done, Measured, Message, Ready, Turn, decode
 from attnconform.conformance.bench.row import BenchRow, LineRun
 from attnconform.conformance.bench.targets import Line
-from attnconform.conformance.process import GRACE, end_group, exit_code_within
+from attnconform.conformance.process import GRACE, end_group, exit_code_within, last_words
 
 WARMING_SHARE = 0.5  # of the limit; then those that are ready are measured beside those that are not
 POLL = 0.2  # seconds
@@ -103,8 +103,8 @@ class Process:
         if code is None:
             return "the process closed its output and did not end"
         self.log.seek(0)
-        text = [line for line in self.log.read().decode(errors="replace").splitlines() if line.strip()]
-        return f"the process ended with {code}" + (f": {text[-1].strip()[:300]}" if text else "")
+        said = last_words(self.log.read().decode(errors="replace"))
+        return f"the process ended with {code}" + (f": {said}" if said else "")
 
     def finish(self, done: Done) -> None:
         """What is known of the line is all that will be known."""

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from attnconform.conformance import process as processes
-from attnconform.conformance.process import end_group, exit_code_within, run_within
+from attnconform.conformance.process import end_group, exit_code_within, last_words, run_within
 
 STUBBORN = """
 import os, signal, subprocess, sys, time
@@ -81,3 +81,35 @@ def test_a_command_that_takes_too_long_ends_with_what_it_started(tmp_path):
     with pytest.raises(subprocess.TimeoutExpired) as late:
         run_within([sys.executable, "-c", STUBBORN], 3.0)
     assert gone_soon(int(late.value.stdout))
+
+
+COMPILER = """Traceback (most recent call last):
+  File "rule.py", line 1, in <module>
+triton.compiler.errors.CompilationError: at 1:19:
+def is_even(q_idx: Any, kv_idx: Any):
+                   ^
+NameError("Cannot access global variable Any")
+
+The above exception was the direct cause of the following exception:
+
+triton.compiler.errors.CompilationError: at 9:14:
+    allowed = rule_allows(q_idx)
+              ^
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", ""),
+        ("ValueError: told\nand handled\nSegmentation fault\n\n", "Segmentation fault"),
+        ("Traceback\nKeyError: 1\n\nTraceback\nValueError: the last of a chain\n", "ValueError: the last of a chain"),
+        (
+            COMPILER,
+            'triton.compiler.errors.CompilationError: at 1:19: NameError("Cannot access global variable Any")',
+        ),
+        ("^\n", "^"),
+    ],
+)
+def test_last_words_name_the_error_and_not_a_mark_in_its_source(text, said):
+    assert last_words(text) == said
