@@ -1,10 +1,11 @@
 """fla-core's block-selected attention of NSA; without a GPU in Triton's interpreter.
 
-A list per query and KV head of whole blocks, always causal. Groups are padded with heads of zeros to the 16 that its
-kernels need. Lists keep order, holes and repeated blocks, and are filled up with -1 to a power of two, which the
-backward needs and no documentation says.
+A list per query and KV head of whole blocks, always causal. Groups are padded with heads of zeros to a power of two
+from 16 up, as it asks for. Lists keep order, holes and repeated blocks, and are filled up with -1 to a power of two,
+which the backward needs and no documentation says.
 """
 
+import dataclasses
 import importlib.metadata
 from contextlib import nullcontext
 from typing import ClassVar
@@ -97,8 +98,9 @@ class FlaNsa(PerRequest):
         """Rows that end at the last of so many keys; out and lse, heads first. No lse where gradients are asked for."""
         heads, rows, width = q.shape[0], q.shape[1], lists.shape[-1]
         group = heads // k.shape[0]
-        by_group = pad(q.unflatten(0, (-1, group)), (0, 0, 0, 0, 0, max(GROUP - group, 0)))
-        q, k, v = (x.transpose(0, 1)[None] for x in (by_group.flatten(0, 1), k[:, :seqlen_kv], v[:, :seqlen_kv]))
+        by_group = pad(q.unflatten(0, (-1, group)), (0, 0, 0, 0, 0, padded_group(group) - group))
+        k, v = (x[:, :seqlen_kv].to(q.dtype) for x in (k, v))
+        q, k, v = (x.transpose(0, 1)[None] for x in (by_group.flatten(0, 1), k, v))
         given = (lists[None].contiguous(), width, size, scale)
         if q.requires_grad:  # its backward takes as many queries as keys: those in front list nothing
             ahead = seqlen_kv - rows
@@ -116,8 +118,10 @@ class FlaNsa(PerRequest):
     def backward(
         self, problem: ProblemView, tensors: Tensors, forward: Forward, dout: Tensor, dlse: Tensor | None
     ) -> Backward:
+        # the gradients of a request's calls, each rounded by the package, add up in float32
+        wide = dataclasses.replace(tensors, k_cache=tensors.k_cache.float(), v_cache=tensors.v_cache.float())
         with self.kernels():
-            return super().backward(problem, tensors, forward, dout, dlse)
+            return super().backward(problem, wide, forward, dout, dlse)
 
     def versions(self) -> dict[str, str]:
         import fla
@@ -155,12 +159,22 @@ class FlaNsaPlainInterpreter(FlaNsa):
 def filled_up(lists: Tensor) -> Tensor:
     """(seqlen_q, num_kv_heads, width) lists with -1 behind them, up to a power of two."""
     width = lists.shape[-1]
-    return pad(lists, (0, (1 << max(width - 1, 0).bit_length()) - width), value=-1)
+    return pad(lists, (0, power_of_two(width) - width), value=-1)
+
+
+def power_of_two(number: int) -> int:
+    """The least that is no less than a number."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def padded_group(group: int) -> int:
+    """Query heads of a KV head that its kernels are given."""
+    return max(GROUP, power_of_two(group))
 
 
 def without_padding(x: Tensor, group: int) -> Tensor:
     """(num_qo_heads, rows, ...) of what a kernel gave for padded groups, (1, rows, padded heads, ...)."""
-    return x[0].transpose(0, 1).unflatten(0, (-1, max(group, GROUP)))[:, :group].flatten(0, 1)
+    return x[0].transpose(0, 1).unflatten(0, (-1, padded_group(group)))[:, :group].flatten(0, 1)
 
 
 def listed_blocks(problem: ProblemView, request: int) -> tuple[Tensor, int]:

@@ -17,10 +17,12 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # division by zero in the int
 BLOCK = 16
 
 
-def case_of(*lists: tuple[int, ...], operation: str = "forward", kv: int = 24, mask: MaskRule | None = None) -> Case:
+def case_of(
+    *lists: tuple[int, ...], operation: str = "forward", kv: int = 24, mask: MaskRule | None = None, heads: int = 2
+) -> Case:
     """A row for each of the lists of blocks, at the end of one request."""
     structure = Structure(
-        seqlens_q=(len(lists),), seqlens_kv=(kv,), num_qo_heads=2, num_kv_heads=1, head_dim_qk=16, head_dim_vo=16,
+        seqlens_q=(len(lists),), seqlens_kv=(kv,), num_qo_heads=heads, num_kv_heads=1, head_dim_qk=16, head_dim_vo=16,
         page_size=BLOCK, num_pages=4, page_table=((2, 0),), sm_scale=0.25, mask_rule=mask,
         candidates=CandidateStructure(lists=lists, granularity="block", block_size=BLOCK, sharing="shared"),
     )  # fmt: skip
@@ -57,6 +59,11 @@ def test_backward_takes_no_lists_of_three() -> None:
 
 def test_lists_of_three_are_filled_up_to_four() -> None:
     assert judge_case(case_of((0, 1, -1), operation="backward"), FlaNsa()).state == "PASS"
+
+
+@pytest.mark.parametrize("operation", ["forward", "backward"])
+def test_a_group_of_24_is_filled_up_to_32(operation: str) -> None:
+    assert judge_case(case_of((0, 1), operation=operation, heads=24), FlaNsa()).state == "PASS"
 
 
 def test_a_row_before_the_first_key_sees_nothing_and_the_rows_after_it_do() -> None:

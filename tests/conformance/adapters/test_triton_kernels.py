@@ -1,11 +1,13 @@
 """The bundled kernels behind the backend interface: what the adapter itself decides."""
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from attnconform.conformance.adapters.triton_kernels import (
     TritonAtomic,
+    TritonHopper,
     TritonKernels,
     interpreting,
     refuse_inexpressible,
@@ -16,6 +18,7 @@ from attnconform.conformance.cases.refusals import REFUSALS, SOUND
 from attnconform.conformance.cases.structure import build_problem
 from attnconform.conformance.judge.judge import judge_case
 from attnconform.conformance.views import Hints, ProblemView
+from attnconform.kernels.sparse_attention import hopper_choice
 from attnconform.kernels.sparse_attention import rules as kernel_rules
 from attnconform.reference.errors import RefusedInput
 from attnconform.reference.rules import Alibi, And, Causal, Document, Or, PrefixLM, SoftCap, Window
@@ -77,6 +80,16 @@ def test_hints_reach_the_plan_and_change_no_candidate() -> None:
     plans = [backend.plan(view, torch.float32) for view in views]
     assert plans[0].launches[0].shape.tile_kv == HINTS.tile_kv
     assert torch.equal(plans[0].list_positions, plans[1].list_positions)
+
+
+@pytest.mark.parametrize("sm_scale", [0.25, 0.0])
+def test_a_scale_of_zero_is_left_to_the_other_kernel(sm_scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_choice, "why_not_here", lambda device: None)
+    backend = TritonHopper(DEVICE)
+    monkeypatch.setattr(backend.kernels, "plan", lambda **arguments: arguments)
+    problem = build_problem(msgspec.structs.replace(SOUND, sm_scale=sm_scale))
+    arguments = backend.plan(ProblemView(problem, HINTS, DEVICE), torch.bfloat16)
+    assert ("choice" in arguments) == (sm_scale > 0)
 
 
 def test_numpy_that_breaks_the_interpreter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
