@@ -20,11 +20,17 @@ from attnconform.kernels.sparse_attention.hopper_choice import LEAST_BOX
 from attnconform.kernels.sparse_attention.plan import Plan, count_processors
 from attnconform.kernels.sparse_attention.rules import LoweredMask
 from attnconform.kernels.sparse_attention.tasks import heads_per_tile
-from attnconform.kernels.sparse_attention.tuning import HOPPER_UNION_ROWS, UNION_TILE_KV, Geometry, TileShape
+from attnconform.kernels.sparse_attention.tuning import (
+    HOPPER_UNION_LANES,
+    HOPPER_UNION_ROWS,
+    UNION_TILE_KV,
+    Geometry,
+    TileShape,
+    row_bits_of_groups,
+)
 from attnconform.kernels.sparse_attention.union import UNION_FIELDS, UnionLists, unite_blocks
 
 GROUPS = 2
-GROUP_LANES = 64  # rows times heads
 STAGES = 5  # tiles of keys in shared memory; four were no faster
 BLOCK_SIZES = (64, 32, 16)  # of lists, the largest that they are made of
 # random lists: 1,689,297 tiles multiplied took 9.6 ms, rows apart 10.3 for 2,066,432 blocks; clustered ones, of which
@@ -110,11 +116,11 @@ def unite_rows(plan: Plan, keys: Tensor, size: int) -> UnionLists:
         num_kv_splits=None,
         num_processors=count_processors(plan.device),
     )
-    heads = heads_per_tile(geometry, GROUP_LANES)
+    heads = heads_per_tile(geometry, HOPPER_UNION_LANES)
     shape = TileShape(
-        tile_q=min(GROUPS * GROUP_LANES // heads, HOPPER_UNION_ROWS),
+        tile_q=min(GROUPS * HOPPER_UNION_LANES // heads, HOPPER_UNION_ROWS),
         heads_per_tile=heads,
-        tile_m=GROUPS * GROUP_LANES,
+        tile_m=GROUPS * HOPPER_UNION_LANES,
         tile_kv=UNION_TILE_KV,
         num_warps=4 * GROUPS,
         num_stages=STAGES,
@@ -131,10 +137,10 @@ def cost_united(plan: Plan, lists: UnionLists) -> float:
     is_first[1:] = (tile[1:] != tile[:-1]) | (task[1:] != task[:-1])
     number = is_first.cumsum(0) - 1
     num_products = sum(
-        torch.unique_consecutive(number[(members & mask) != 0]).numel() for mask in _rows_of_groups(lists.shape)
+        torch.unique_consecutive(number[(members & mask) != 0]).numel() for mask in row_bits_of_groups(lists.shape)
     )
     dims = plan.head_dim_qk + plan.head_dim_vo
-    multiply = num_products * 2 * GROUP_LANES * UNION_TILE_KV * (plan.head_dim_qk + dims) / FLOPS_PER_SECOND
+    multiply = num_products * 2 * HOPPER_UNION_LANES * UNION_TILE_KV * (plan.head_dim_qk + dims) / FLOPS_PER_SECOND
     read = int(is_first.sum()) * UNION_TILE_KV * dims * plan.dtype.itemsize / BYTES_PER_SECOND
     # few tasks leave processors without work
     return max(multiply, read) * max(1.0, count_processors(plan.device) / max(1, lists.tasks.shape[0]))
@@ -153,10 +159,3 @@ def _walk_tiles(lists: UnionLists) -> tuple[Tensor, Tensor, Tensor]:
     start, end = (lists.tasks[:, UNION_FIELDS.index(name)].long() for name in ("entry_start", "entry_end"))
     task, rank = enumerate_runs(end - start)
     return task, rank * lists.block_size // UNION_TILE_KV, lists.members[start[task] + rank]
-
-
-def _rows_of_groups(shape: TileShape) -> list[int]:
-    """Bits of the rows of which a group has a head in its lanes."""
-    lanes = [range(group * GROUP_LANES, (group + 1) * GROUP_LANES) for group in range(GROUPS)]
-    rows = [{lane // shape.heads_per_tile for lane in of_group} for of_group in lanes]
-    return [sum(1 << row for row in of_group if row < shape.tile_q) for of_group in rows]

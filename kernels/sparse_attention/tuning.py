@@ -239,11 +239,16 @@ def hopper_union_shape(heads: int, box: int) -> TileShape:
     )
 
 
-def rows_of_group(group: int, heads: int) -> range:
-    """Rows of a union tile of which a group has a head in its lanes."""
+def rows_of_group(group: int, heads: int, rows: int) -> range:
+    """Rows of a union tile, which has so many, of which a group has a head in its lanes."""
     first, past = group * HOPPER_UNION_LANES, (group + 1) * HOPPER_UNION_LANES
-    rows = hopper_union_rows(heads)
     return range(min(first // heads, rows), min((past - 1) // heads + 1, rows))
+
+
+def row_bits_of_groups(shape: TileShape) -> list[int]:
+    """For every group of a union tile, a bit for each row of which it has a head."""
+    groups = range(shape.tile_m // HOPPER_UNION_LANES)
+    return [sum(1 << row for row in rows_of_group(group, shape.heads_per_tile, shape.tile_q)) for group in groups]
 
 
 def hopper_union_cost(num_entries: int, num_group_entries: int, geometry: Geometry) -> float:

@@ -24,14 +24,13 @@ from attnconform.kernels.sparse_attention.candidates import (
 from attnconform.kernels.sparse_attention.rules import LoweredMask
 from attnconform.kernels.sparse_attention.tasks import head_tiles, heads_per_tile, mask_spans, order_tasks
 from attnconform.kernels.sparse_attention.tuning import (
-    HOPPER_UNION_GROUPS,
     UNION_ROWS,
     Geometry,
     TileShape,
     choose_union_shape,
     hopper_union_cost,
     hopper_union_shape,
-    rows_of_group,
+    row_bits_of_groups,
     union_cost,
     union_tile_m,
 )
@@ -130,12 +129,10 @@ def _shapes(rows_per_union: int | None, heads: int, geometry: Geometry, box: int
 
 def _cost(union: tuple[Tensor, Tensor], shape: TileShape, geometry: Geometry) -> float:
     keys, members = union
-    heads = shape.heads_per_tile
     if not shape.box:
-        return union_cost(len(keys), shape.tile_q, heads, geometry)
-    groups = [rows_of_group(group, heads) for group in range(HOPPER_UNION_GROUPS)]
-    masks = [sum(1 << row for row in rows) for rows in groups]
-    return hopper_union_cost(len(keys), sum(int(((members & mask) != 0).sum()) for mask in masks), geometry)
+        return union_cost(len(keys), shape.tile_q, shape.heads_per_tile, geometry)
+    num_group_entries = sum(int(((members & bits) != 0).sum()) for bits in row_bits_of_groups(shape))
+    return hopper_union_cost(len(keys), num_group_entries, geometry)
 
 
 def _lists_per_row(candidates: CandidateLists, qo_indptr: Tensor) -> int:

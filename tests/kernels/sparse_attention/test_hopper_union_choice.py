@@ -130,7 +130,7 @@ def test_groups_have_every_row_of_a_tile_and_a_row_at_most_its_own_lanes(heads):
     assert rows * heads <= HOPPER_UNION_GROUPS * HOPPER_UNION_LANES
     for group in range(HOPPER_UNION_GROUPS):
         lanes = range(group * HOPPER_UNION_LANES, (group + 1) * HOPPER_UNION_LANES)
-        assert list(rows_of_group(group, heads)) == sorted({lane // heads for lane in lanes} & set(range(rows)))
+        assert list(rows_of_group(group, heads, rows)) == sorted({lane // heads for lane in lanes} & set(range(rows)))
 
 
 CASE = {
