@@ -5,12 +5,15 @@
 # Each step is bounded: no work is begun after its limit, and what hangs is ended some time later. `all-targets` stands for
 # lines, acceptance, tuning and training, 550 seconds at most: every target beside its peer, and what stands around it.
 # PROCESSES lines of the targets warm up side by side (default: one for every core) within LIMIT seconds; so many judge the
-# matrix of LEVEL, LIMIT seconds a backend, and go on from there the next time. `sanitize` takes cases whose id has SELECT.
+# matrix of LEVEL, LIMIT seconds a backend, and go on from there the next time. `sanitize` takes cases whose id has SELECT
+# and the compute-sanitizer that SANITIZER names: racecheck before 2026.1 takes groups of warps that wait for each other
+# for a race.
 set -u
 out=${1:-$(dirname "$0")}
 shift
 steps=${*:-seed64k again prefill sweep quant index tiers backward nsa starts diagnose}
 [ "$steps" = all-targets ] && steps="lines acceptance tuning training"
+SANITIZER=${SANITIZER:-compute-sanitizer}
 cores=$(env -u OMP_NUM_THREADS nproc) # which would give that number
 mkdir -p "$out"
 bounded() { # name, seconds until it is ended, module and arguments
@@ -61,12 +64,23 @@ for step in $steps; do
                 --level "${LEVEL:-L1}" -n "${PROCESSES:-$cores}" --resume --out "$out/matrix-$backend"
         done >"$out/h200-matrix.log" 2>&1
         ;;
-    sanitize)
+    sanitize) # cases of the matrix, then the kernels of Hopper by their own tests, side by side
+        watch() { # tool, program
+            local tool=$1
+            shift
+            echo "== $SANITIZER --tool $tool $*"
+            PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout "${LIMIT:-300}" "$SANITIZER" --tool "$tool" --print-limit 8 \
+                python3 "$@" 2>&1
+        }
         for tool in memcheck racecheck; do
-            echo "compute-sanitizer --tool $tool tests/kernels/run_once.py"
-            PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $tool --print-limit 8 python3 tests/kernels/run_once.py \
-                --select "${SELECT:-L1.}" --seconds 170
-        done >"$out/h200-sanitizer.log" 2>&1
+            watch $tool tests/kernels/run_once.py --select "${SELECT:-L1.}" --seconds 170 >"$out/sanitizer-$tool-L1.log" &
+            for tests in tests/kernels/sparse_attention/test_hopper{,_union,_backward,_backward_rows,_backward_union}.py; do
+                watch $tool -m pytest -q -p no:cacheprovider "$tests" -k "ragged or hold_anything or sinks" \
+                    >"$out/sanitizer-$tool-$(basename "$tests").log" &
+            done
+        done
+        wait
+        cat "$out"/sanitizer-*.log >"$out/h200-sanitizer.log" && rm "$out"/sanitizer-*.log
         ;;
     *) echo "no step $step" >&2 && exit 2 ;;
     esac

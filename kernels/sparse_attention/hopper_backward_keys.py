@@ -5,20 +5,15 @@ pair, 64 rows times heads, it forms the scores and the products of values keys f
 wgmma takes them from: dV += P^T dO and dK += dS^T Q follow from registers, while the next pair's probabilities are
 worked out, and the other group's products run beside them.
 
-Lanes of a pair are ordered head by head. TMA reads whole boxes: rows of no reader, or of none with a key, are zeroed
-in shared memory before a product sums over them. [GRAD-FORMULA, GRAD-ZERO, MASK-INTERFERE, COORD-WIDE]
+Lanes of a pair are ordered head by head. TMA reads whole boxes: rows of no reader, or of none with a key, the warp that
+loads zeroes before a product sums over them. [GRAD-FORMULA, GRAD-ZERO, MASK-INTERFERE, COORD-WIDE]
 
 It imports Gluon, so that only `hopper_backward` imports this module, where it launches.
 """
 
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from attnconform.kernels.sparse_attention.hopper_scores import (
     ALIBI,
@@ -30,7 +25,17 @@ from attnconform.kernels.sparse_attention.hopper_scores import (
     slope_of_cap,
     spread,
 )
-from attnconform.kernels.sparse_attention.hopper_tiles import SWIZZLED, group_barrier, load_box, load_boxes
+from attnconform.kernels.sparse_attention.hopper_tiles import (
+    CLEARED,
+    CLEARING,
+    SWIZZLED,
+    clear_unless,
+    finish_writing,
+    group_barrier,
+    load_box,
+    load_boxes,
+    make_barriers,
+)
 
 TILE_M = gl.constexpr(64)  # rows times heads of a pair
 HALF = gl.constexpr(64)  # slots of a group
@@ -67,17 +72,11 @@ def hopper_keys_kernel(
     lse_rows = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], vector_layout)
     delta_rows = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], vector_layout)
     slopes = gl.allocate_shared_memory(gl.float32, [STAGES, HEADS], vector_layout)
-    kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(kv_full.index(0), count=4)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(dout_full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    fence_async_shared()
-    group_barrier()
+    kv_full = make_barriers(1, 4)
+    q_full = make_barriers(STAGES + 1, 1)
+    dout_full = make_barriers(STAGES + 1, 1)
+    empty = make_barriers(STAGES, 2)
+    finish_writing()
 
     ring = (k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, slopes, kv_full, q_full, dout_full, empty)
     item = gl.program_id(0)
@@ -128,10 +127,11 @@ def load_rows(
 ):  # fmt: skip
     """The warp that loads: the slots' K and V, then every pair's q and dO, lse and delta.
 
-    Under a bias products are added to what is taken off, so that -delta is left, and -lse before sm_scale.
+    Under a bias products are added to what is taken off, so that -delta is left, and -lse before sm_scale. It waits
+    itself for a pair with lanes that are no row of it, or one without keys, by the barriers after those of the ring.
     """
     k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, slopes, kv_full, q_full, dout_full, empty = ring
-    pairs_ptr, _num_masked, num_pairs = span
+    pairs_ptr, num_masked, num_pairs = span
     first_slot, kv_head, _is_touched_ptr = slots
     for half in gl.static_range(2):
         pages, offsets = find_slots(first_slot + half * HALF, PAGE_SIZE, BOX)
@@ -143,6 +143,7 @@ def load_rows(
     ROWS: gl.constexpr = TILE_M // HEADS
     lane_row = lane % ROWS
     lane_head = lane // ROWS
+    cleared = 0
     for i in range(0, num_pairs):
         stage = i % STAGES
         phase = (i // STAGES) & 1
@@ -153,6 +154,8 @@ def load_rows(
         is_row = lane_row < q_count
         lse = gl.load(lse_log2_ptr + place, mask=is_row, other=float("inf"))
         delta = gl.load(delta_ptr + place, mask=is_row, other=0.0)
+        # only where a pair is masked can a lane be none
+        row_bar = gl.where((i < num_masked) & (gl.max(lse, axis=0) == float("inf")), STAGES, stage)
         if SCORE == ALIBI:
             # what a bias takes off for the row's own place, relative to the pair's first row
             slope = gl.load(score_params_ptr + first_head + lane_head) * LOG2_E
@@ -165,9 +168,36 @@ def load_rows(
         lse_rows.index(stage).store(lse)
         delta_rows.index(stage).store(delta)
         group_barrier()
-        load_heads(q_desc, q_places, q_tiles.index(stage), q_full.index(stage), q_start, first_head, HEADS, HEAD_DIM)
-        dout_tile, dout_bar = dout_tiles.index(stage), dout_full.index(stage)
+        load_heads(q_desc, q_places, q_tiles.index(stage), q_full.index(row_bar), q_start, first_head, HEADS, HEAD_DIM)
+        dout_tile, dout_bar = dout_tiles.index(stage), dout_full.index(row_bar)
         load_heads(dout_desc, dout_places, dout_tile, dout_bar, q_start, first_head, HEADS, HEAD_DIM)
+        if row_bar == STAGES:
+            clear_lanes(q_tiles, dout_tiles, lse_rows, q_full, dout_full, stage, cleared, STAGES, SCORE)
+            cleared += 1
+
+
+@jit
+def clear_lanes(
+    q_tiles, dout_tiles, lse_rows, q_full, dout_full, stage,
+    cleared,  # how often before
+    STAGES: gl.constexpr,
+    SCORE: gl.constexpr,
+):  # fmt: skip
+    """Zeroes what is no row, or one without keys, whose lse is +inf: it may hold NaN. Then tells of q and dO.
+
+    Of a bias lse is negated.
+    """
+    SIGN: gl.constexpr = -1.0 if SCORE == ALIBI else 1.0
+    mbarrier.wait(q_full.index(STAGES), cleared & 1)
+    mbarrier.wait(dout_full.index(STAGES), cleared & 1)
+    for n in gl.static_range(TILE_M // CLEARED):
+        lse = lse_rows.index(stage).slice(n * CLEARED, CLEARED).load(gl.SliceLayout(1, CLEARING))
+        is_row = SIGN * lse < float("inf")
+        clear_unless(q_tiles.index(stage).slice(n * CLEARED, CLEARED, dim=0), is_row)
+        clear_unless(dout_tiles.index(stage).slice(n * CLEARED, CLEARED, dim=0), is_row)
+    finish_writing()
+    mbarrier.arrive(q_full.index(stage), count=1)
+    mbarrier.arrive(dout_full.index(stage), count=1)
 
 
 @jit
@@ -244,9 +274,7 @@ def sum_slots(
         before = gl.maximum(i - 1, 0) % STAGES
         is_masked = i < num_masked
         mbarrier.wait(q_full.index(stage), phase)
-        if is_masked:
-            mbarrier.wait(dout_full.index(stage), phase)
-            clear_rows(q_tiles.index(stage), dout_tiles.index(stage), lse_rows.index(stage), column, SCORE)
+        mbarrier.wait(dout_full.index(stage), phase, pred=is_masked)
         start = zero
         if SCORE == ALIBI:
             start = gl.broadcast(lse_rows.index(stage).load(column)[None, :], zero)[0]
@@ -320,29 +348,6 @@ def find_places(i, span, rows, PART: gl.constexpr, SCORE: gl.constexpr, layout: 
         return (load_positions(rows[3], pair_ptr, PART, layout) - gl.load(rows[0] + gl.load(pair_ptr))).to(gl.float32)
     else:
         return gl.full([HALF], 0.0, gl.float32, layout=layout)
-
-
-@jit
-def clear_rows(q_tile, dout_tile, lse_row, column: gl.constexpr, SCORE: gl.constexpr):
-    """Zeroes what is no row of the pair, or one without keys, whose lse is +inf: it may hold NaN.
-
-    Of a bias lse is negated. Both groups do it for themselves, before their products, and write the same.
-    """
-    SIGN: gl.constexpr = -1.0 if SCORE == ALIBI else 1.0
-    if gl.max(SIGN * lse_row.load(column), axis=0) == float("inf"):
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        is_row = SIGN * lse_row.load(gl.SliceLayout(1, layout)) < float("inf")
-        clear_unless(q_tile, is_row, layout)
-        clear_unless(dout_tile, is_row, layout)
-        fence_async_shared()
-        group_barrier()
-
-
-@jit
-def clear_unless(tile, is_kept, layout: gl.constexpr):
-    """Zeroes rows of a tile, those not kept."""
-    x = tile.load(layout)
-    tile.store(gl.where(is_kept[:, None], x, gl.zeros_like(x)))
 
 
 @jit

@@ -10,12 +10,7 @@ It imports Gluon, so that only `hopper_backward` imports this module, where it l
 
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from attnconform.kernels.sparse_attention.hopper_backward_keys import place_lanes
 from attnconform.kernels.sparse_attention.hopper_rows import by_sixteen_bytes, find_rows
@@ -30,7 +25,13 @@ from attnconform.kernels.sparse_attention.hopper_scores import (
     slope_of_cap,
     spread,
 )
-from attnconform.kernels.sparse_attention.hopper_tiles import clear_outside, find_run, group_barrier, load_tiles
+from attnconform.kernels.sparse_attention.hopper_tiles import (
+    find_run,
+    finish_writing,
+    group_barrier,
+    load_tiles,
+    make_barriers,
+)
 
 ROWS = gl.constexpr(64)  # rows times heads of a group
 
@@ -63,17 +64,11 @@ def hopper_query_kernel(
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, TILE_KV, HEAD_DIM], tile_layout)
     row_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
     row_tiles = gl.allocate_shared_memory(dtype, [4, ROWS, HEAD_DIM], row_layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
-        mbarrier.init(v_empty.index(i), count=2)
-    fence_async_shared()
-    group_barrier()
+    k_full = make_barriers(STAGES + 1, 1)
+    k_empty = make_barriers(STAGES, 2)
+    v_full = make_barriers(STAGES, 1)
+    v_empty = make_barriers(STAGES, 2)
+    finish_writing()
 
     ring = (k_tiles, v_tiles, k_full, k_empty, v_full, v_empty)
     tasks = (tasks_ptr, num_tasks)
@@ -98,11 +93,11 @@ def hopper_query_kernel(
             )),
             (load_tiles, (
                 k_desc, v_desc, k_places, v_places, ring, tasks, page_table_ptr, max_pages, list_slots_ptr,
-                TASK_WIDTH, TILE_KV, HEAD_DIM, PAGE_SIZE, BOX, STAGES, HAS_LISTS,
+                TASK_WIDTH, TILE_KV, HEAD_DIM, PAGE_SIZE, BOX, STAGES, HAS_LISTS, True,
             )),
         ],
         [4, 1],
-        [232, 40],
+        [224, 56],
     )  # fmt: skip
 
 
@@ -163,8 +158,6 @@ def sum_rows(
             group_barrier()
             mbarrier.arrive(v_empty.index(stage), count=1)
             grad = gl.convert_layout(differentiate(factors, dp, first, run, bounds, TILE_KV).to(dtype), grad_layout)
-            if first < kv_start:
-                clear_outside(k_tiles.index(stage), first, kv_start, kv_end, TILE_KV, HEAD_DIM)
             for i in range(done + 1, stop):
                 stage = i % STAGES
                 before = (i - 1) % STAGES
@@ -188,9 +181,6 @@ def sum_rows(
                 next_grad = differentiate(factors, dp, first_key, run, bounds, TILE_KV)
                 grad = gl.convert_layout(next_grad.to(dtype), grad_layout)
             stage = (stop - 1) % STAGES
-            last_first = first + (num_tiles - 1) * TILE_KV
-            if last_first + TILE_KV > kv_end:
-                clear_outside(k_tiles.index(stage), last_first, kv_start, kv_end, TILE_KV, HEAD_DIM)
             dq_token = warpgroup_mma(grad, k_tiles.index(stage), dq, is_async=True)
             dq = warpgroup_mma_wait(num_outstanding=0, deps=[dq_token])
             group_barrier()
@@ -222,8 +212,7 @@ def load_rows(
         q_ptrs, dout_ptrs = q_ptrs + (dim * rows[1][2])[None, :], dout_ptrs + (dim * rows[3][2])[None, :]
     q_tile.store(gl.load(q_ptrs, mask=has_key, other=0.0))
     dout_tile.store(gl.load(dout_ptrs, mask=has_key, other=0.0))
-    fence_async_shared()
-    group_barrier()
+    finish_writing()
 
 
 @jit

@@ -15,16 +15,18 @@ It imports Gluon, so that only `hopper_backward` imports this module, where it l
 
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from attnconform.kernels.sparse_attention.hopper_backward_keys import clear_rows, find_slots, place_lanes
+from attnconform.kernels.sparse_attention.hopper_backward_keys import clear_lanes, find_slots, place_lanes
 from attnconform.kernels.sparse_attention.hopper_scores import LOG2_E, PLAIN
-from attnconform.kernels.sparse_attention.hopper_tiles import SWIZZLED, group_barrier, load_box, load_boxes
+from attnconform.kernels.sparse_attention.hopper_tiles import (
+    SWIZZLED,
+    finish_writing,
+    group_barrier,
+    load_box,
+    load_boxes,
+    make_barriers,
+)
 
 LANES = gl.constexpr(64)  # rows times heads of a step
 SLOTS = gl.constexpr(64)  # of a tile
@@ -60,20 +62,12 @@ def hopper_rows_kernel(
     vector_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse_rows = gl.allocate_shared_memory(gl.float32, [STAGES, LANES], vector_layout)
     delta_rows = gl.allocate_shared_memory(gl.float32, [STAGES, LANES], vector_layout)
-    kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ends = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(kv_full.index(0), count=2)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(dout_full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(ends.index(i), count=1)
-    fence_async_shared()
-    group_barrier()
+    kv_full = make_barriers(1, 2)
+    q_full = make_barriers(STAGES + 1, 1)
+    dout_full = make_barriers(STAGES + 1, 1)
+    empty = make_barriers(STAGES, 1)
+    ends = make_barriers(2, 1)
+    finish_writing()
 
     ring = (k_tile, v_tile, q_tiles, dout_tiles, lse_rows, delta_rows, kv_full, q_full, dout_full, empty)
     item = gl.program_id(0)
@@ -118,9 +112,12 @@ def load_rows(
     BOX: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warp that loads: the slots' K and V, then every step's q and dO, lse and delta."""
+    """The warp that loads: the slots' K and V, then every step's q and dO, lse and delta.
+
+    It waits itself for a step with lanes of no row, or of one without keys, by the barriers after those of the ring.
+    """
     k_tile, v_tile, q_tiles, dout_tiles, lse_rows, delta_rows, kv_full, q_full, dout_full, empty = ring
-    pairs_ptr, _full_pairs, num_pairs = span
+    pairs_ptr, full_pairs, num_pairs = span
     first_slot, kv_head, _is_touched_ptr = slots
     pages, offsets = find_slots(first_slot, PAGE_SIZE, BOX)
     load_boxes(k_desc, k_places, k_tile, kv_full.index(0), kv_head, pages, offsets, SLOTS, HEAD_DIM, BOX)
@@ -128,6 +125,8 @@ def load_rows(
     lane_layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     lane = gl.arange(0, LANES, layout=lane_layout)
     READERS: gl.constexpr = LANES // HEADS
+    num_full = full_pairs // READERS
+    cleared = 0
     readers = find_readers(pairs_ptr, 0, num_pairs, READERS, HEADS)
     states = load_states(pairs_ptr, 0, num_pairs, lane, lse_log2_ptr, delta_ptr, total_q, HEADS, GROUP)
     for i in range(0, (num_pairs + READERS - 1) // READERS):
@@ -137,8 +136,13 @@ def load_rows(
         lse_rows.index(stage).store(lse)
         delta_rows.index(stage).store(delta)
         group_barrier()
-        load_readers(q_desc, q_rows, q_tiles.index(stage), q_full.index(stage), readers, HEADS, HEAD_DIM)
-        load_readers(dout_desc, dout_rows, dout_tiles.index(stage), dout_full.index(stage), readers, HEADS, HEAD_DIM)
+        # only where a step is masked can a lane be none
+        row_bar = gl.where((i >= num_full) & (gl.max(lse, axis=0) == float("inf")), STAGES, stage)
+        load_readers(q_desc, q_rows, q_tiles.index(stage), q_full.index(row_bar), readers, HEADS, HEAD_DIM)
+        load_readers(dout_desc, dout_rows, dout_tiles.index(stage), dout_full.index(row_bar), readers, HEADS, HEAD_DIM)
+        if row_bar == STAGES:
+            clear_lanes(q_tiles, dout_tiles, lse_rows, q_full, dout_full, stage, cleared, STAGES, PLAIN)
+            cleared += 1
         # a step ahead: what they say would be waited for
         readers = find_readers(pairs_ptr, i + 1, num_pairs, READERS, HEADS)
         states = load_states(pairs_ptr, i + 1, num_pairs, lane, lse_log2_ptr, delta_ptr, total_q, HEADS, GROUP)
@@ -256,9 +260,6 @@ def add_keys(
     before = gl.maximum(i - 2, PART) % STAGES
     is_sum = i >= PART + 4
     mbarrier.wait(q_full.index(stage), phase)
-    if is_masked:
-        mbarrier.wait(dout_full.index(stage), phase)
-        clear_rows(q_tiles.index(stage), dout_tiles.index(stage), lse_rows.index(stage), column, PLAIN)
     s_token = warpgroup_mma(k_tile, q_tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     dv_token = warpgroup_mma(weights, dout_tiles.index(before), dv, use_acc=is_sum, is_async=True)
     dk_token = warpgroup_mma(grads, q_tiles.index(before), dk, use_acc=is_sum, is_async=True)
@@ -267,6 +268,7 @@ def add_keys(
     exponents = s * (sm_scale * LOG2_E) - lse[None, :]
     # Apart from each other from here on: what both would share had to wait in registers for the mask.
     if is_masked:
+        mbarrier.wait(dout_full.index(stage), phase)
         dk, dv = warpgroup_mma_wait(num_outstanding=0, deps=[dk_token, dv_token])
         probs = gl.exp2(mask_edges(exponents, i, span, rows, HEADS))
     else:

@@ -6,32 +6,26 @@ and its ring. A group keeps q, dO and the sum of its lanes; of every tile of 64 
 S = Q K^T and dP = dO V^T, from them dS, and adds dS K. The two groups fill each other's waits.
 
 Whatever a row does not list or may not see is dropped from dS, after both products: what foreign keys and values hold
-reaches no row as long as it is finite, and keys that no row of the task admits may be anything, NaN included, since
-they are zeroed in shared memory before a product sums over them. The order of additions is that of the blocks, so that
-every run gives the same bits. [GRAD-FORMULA, GRAD-SET, MASK-INTERFERE, EMPTY-GRAD, COORD-SLOT, COORD-STRIDE]
+reaches no row as long as it is finite, and keys that no row of the task admits may be anything, NaN included: the warp
+that loads zeroes them before a product sums over them. The order of additions is that of the blocks, so that every run
+gives the same bits. [GRAD-FORMULA, GRAD-SET, MASK-INTERFERE, EMPTY-GRAD, COORD-SLOT, COORD-STRIDE]
 
 It imports Gluon, so that only `hopper_backward` imports this module, where it launches.
 """
 
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from attnconform.kernels.sparse_attention.hopper_backward_query import load_rows, load_states
 from attnconform.kernels.sparse_attention.hopper_rows import find_rows
 from attnconform.kernels.sparse_attention.hopper_scores import LOG2_E, PLAIN
-from attnconform.kernels.sparse_attention.hopper_tiles import group_barrier
+from attnconform.kernels.sparse_attention.hopper_tiles import finish_writing, group_barrier, make_barriers
 from attnconform.kernels.sparse_attention.hopper_union_kernel import (
     LANES,
     SEEN_ROWS,
-    clear_unseen,
     count_tiles,
-    find_unit,
+    is_whole_tile,
     load_blocks,
     load_units,
 )
@@ -64,15 +58,10 @@ def hopper_union_query_kernel(
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, TILE_KV, HEAD_DIM], tile_layout)
     row_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([LANES, HEAD_DIM], dtype)
     row_tiles = gl.allocate_shared_memory(dtype, [4, LANES, HEAD_DIM], row_layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    fence_async_shared()
-    group_barrier()
+    k_full = make_barriers(STAGES + 1, 1)
+    v_full = make_barriers(STAGES, 1)
+    empty = make_barriers(STAGES, 2)
+    finish_writing()
 
     ring = (k_tiles, v_tiles, k_full, v_full, empty)
     tasks = (tasks_ptr, num_tasks)
@@ -81,6 +70,7 @@ def hopper_union_query_kernel(
         q_ptr, q_strides, dout_ptr, dout_strides, lse_log2_ptr, delta_ptr,
         row_positions_ptr, mask_starts_ptr, mask_ends_ptr, total_q,
     )  # fmt: skip
+    intervals = (mask_starts_ptr, mask_ends_ptr)
     scores = (sm_scale, q_ptr)  # no rule has parameters
     outputs = (dq_ptr, dq_strides)
     gl.warp_specialize(
@@ -94,12 +84,12 @@ def hopper_union_query_kernel(
                 1, TASK_WIDTH, TILE_Q, TILE_KV, HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, UNIT, STAGES, HAS_WIDE_ROWS,
             )),
             (load_blocks, (
-                k_desc, v_desc, k_places, v_places, ring, tasks, entries, page_table_ptr, max_pages,
-                TASK_WIDTH, TILE_KV, HEAD_DIM, BLOCK_SIZE, UNIT, PAGE_SIZE, BOX, STAGES,
+                k_desc, v_desc, k_places, v_places, ring, tasks, entries, page_table_ptr, max_pages, intervals,
+                TASK_WIDTH, TILE_KV, HEAD_DIM, BLOCK_SIZE, UNIT, PAGE_SIZE, BOX, STAGES, True,
             )),
         ],
         [4, 1],
-        [232, 40],
+        [216, 72],
     )  # fmt: skip
 
 
@@ -141,8 +131,7 @@ def sum_members(
         task_ptr = tasks_ptr + task.to(gl.int64) * TASK_WIDTH
         entry_start = gl.load(task_ptr + 6)
         entry_end = gl.load(task_ptr + 7)
-        full_start = gl.load(task_ptr + 8)
-        full_end = gl.load(task_ptr + 9)
+        full = (gl.load(task_ptr + 8), gl.load(task_ptr + 9))
         num_tiles = count_tiles(entry_start, entry_end, BLOCK_SIZE, UNIT, TILE_KV)
         units = load_units(0, entry_start, entry_end, entries, BLOCK_SIZE, UNIT, TILE_KV)
         load_rows(q_tile, dout_tile, task_ptr, rows, PART, HEADS, GROUP, HEAD_DIM, HAS_WIDE_ROWS)
@@ -159,13 +148,7 @@ def sum_members(
                 listed |= members[n]
             mbarrier.wait(k_full.index(stage), phase)
             if ((listed >> FIRST_ROW) & ((1 << NUM_ROWS) - 1)) != 0:
-                first, _start = find_unit(i, entry_start, 0, BLOCK_SIZE, UNIT, TILE_KV)
-                last, _start = find_unit(i, entry_start, TILE_KV // UNIT - 1, BLOCK_SIZE, UNIT, TILE_KV)
-                is_whole = (first >= full_start) & (last < full_end)
-                if not is_whole:  # before anything of the tile waits in registers
-                    clear_unseen(
-                        k_tiles.index(stage), positions, members, task_ptr, rows[7], rows[8], UNIT, TILE_KV, HEAD_DIM
-                    )
+                is_whole = is_whole_tile(i, entry_start, full, BLOCK_SIZE, UNIT, TILE_KV)
                 s_token = warpgroup_mma(
                     q_tile, k_tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
                 )

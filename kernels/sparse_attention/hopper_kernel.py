@@ -7,7 +7,7 @@ products: the two take turns. Under a cap, whose weights take longest, the next 
 nobody waits for a turn. Programs stay, and take every so-many-th task of the list.
 
 A box is read whole. What it holds before and after the task's keys may be anything, NaN included: scores of such keys
-are masked before the maximum, and their rows of V are zeroed in shared memory before they meet a weight of 0.
+are masked before the maximum, and their rows of V are zeroed by the warp that loads before they meet a weight of 0.
 [MASK-BEFORE-MAX, COORD-SLOT, COORD-WIDE, COORD-STRIDE, GQA-MAP, EMPTY-OUT, LSE-NATURAL, LSE-SINK]
 
 It imports Gluon, Triton's layer below tiles, so that only `hopper` imports this module, where it launches.
@@ -15,16 +15,17 @@ It imports Gluon, Triton's layer below tiles, so that only `hopper` imports this
 
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from attnconform.kernels.sparse_attention.hopper_rows import load_bounds, load_queries, store_rows, store_state
 from attnconform.kernels.sparse_attention.hopper_scores import ALIBI, SOFT_CAP, start_scores, weigh_lanes
-from attnconform.kernels.sparse_attention.hopper_tiles import clear_outside, find_run, group_barrier, load_tiles
+from attnconform.kernels.sparse_attention.hopper_tiles import (
+    find_run,
+    finish_writing,
+    group_barrier,
+    load_tiles,
+    make_barriers,
+)
 
 
 # Numbers of a batch or a rule: a kernel compiled for one value of them must serve every other.
@@ -58,20 +59,12 @@ def hopper_kernel(
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, TILE_KV, HEAD_DIM], tile_layout)
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
     q_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], q_layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
-        mbarrier.init(v_empty.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(turns.index(i), count=1)
-    fence_async_shared()
-    group_barrier()
+    k_full = make_barriers(STAGES, 1)
+    k_empty = make_barriers(STAGES, 2)
+    v_full = make_barriers(STAGES + 1, 1)
+    v_empty = make_barriers(STAGES, 2)
+    turns = make_barriers(2, 1)
+    finish_writing()
 
     ring = (k_tiles, v_tiles, k_full, k_empty, v_full, v_empty)
     tasks = (tasks_ptr, num_tasks)
@@ -95,7 +88,7 @@ def hopper_kernel(
             )),
             (load_tiles, (
                 k_desc, v_desc, k_places, v_places, ring, tasks, page_table_ptr, max_pages, list_slots_ptr,
-                TASK_WIDTH, TILE_KV, HEAD_DIM, PAGE_SIZE, BOX, STAGES, HAS_LISTS,
+                TASK_WIDTH, TILE_KV, HEAD_DIM, PAGE_SIZE, BOX, STAGES, HAS_LISTS, False,
             )),
         ],
         [4, 1],
@@ -182,7 +175,6 @@ def attend_in_turns(
     """
     k_tiles, v_tiles, k_full, k_empty, v_full, v_empty = ring
     done, first, num_tiles = tiles
-    kv_start, kv_end, _full_start, _full_end, _list_positions_ptr = run
     dtype: gl.constexpr = q_tile.dtype
     ROWS: gl.constexpr = acc.shape[0]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_KV, 16])
@@ -200,9 +192,6 @@ def attend_in_turns(
     mbarrier.arrive(k_empty.index(stage), count=1)
     weights, rescale, row_max, row_sum = weigh_lanes(s, row_max, row_sum, first, run, bounds, TILE_KV, SCORE, HAS_LISTS)
     p = gl.convert_layout(weights.to(dtype), p_layout)
-    if first < kv_start:
-        mbarrier.wait(v_full.index(stage), (done // STAGES) & 1)
-        clear_outside(v_tiles.index(stage), first, kv_start, kv_end, TILE_KV, HEAD_DIM)
     mbarrier.wait(k_full.index((done + 1) % STAGES), ((done + 1) // STAGES) & 1, pred=num_tiles > 1)
     for i in range(done + 1, stop):
         stage = i % STAGES
@@ -234,10 +223,7 @@ def attend_in_turns(
         acc = acc * gl.convert_layout(rescale, row_o)[:, None]
         p = next_p
     stage = (stop - 1) % STAGES
-    last_first = first + (num_tiles - 1) * TILE_KV
     mbarrier.wait(v_full.index(stage), ((stop - 1) // STAGES) & 1)
-    if last_first + TILE_KV > kv_end:
-        clear_outside(v_tiles.index(stage), last_first, kv_start, kv_end, TILE_KV, HEAD_DIM)
     acc_token = warpgroup_mma(p, v_tiles.index(stage), acc, is_async=True)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc_token])
     group_barrier()
@@ -261,7 +247,6 @@ def attend_ahead(
     """
     k_tiles, v_tiles, k_full, k_empty, v_full, v_empty = ring
     done, first, num_tiles = tiles
-    kv_start, kv_end, _full_start, _full_end, _list_positions_ptr = run
     dtype: gl.constexpr = q_tile.dtype
     ROWS: gl.constexpr = acc.shape[0]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_KV, 16])
@@ -280,8 +265,6 @@ def attend_ahead(
     p = gl.full([ROWS, TILE_KV], 0.0, dtype, layout=p_layout)
     mbarrier.wait(k_full.index((done + 1) % STAGES), ((done + 1) // STAGES) & 1, pred=num_tiles > 1)
     mbarrier.wait(v_full.index(stage), (done // STAGES) & 1)
-    if first < kv_start:
-        clear_outside(v_tiles.index(stage), first, kv_start, kv_end, TILE_KV, HEAD_DIM)
     for i in range(done, stop):
         after = i + 1
         stage = gl.minimum(after, stop - 1) % STAGES
@@ -302,10 +285,7 @@ def attend_ahead(
         acc = acc * gl.convert_layout(rescale, row_o)[:, None]
         p = next_p
     stage = (stop - 1) % STAGES
-    last_first = first + (num_tiles - 1) * TILE_KV
     mbarrier.wait(v_full.index(stage), ((stop - 1) // STAGES) & 1)
-    if last_first + TILE_KV > kv_end:
-        clear_outside(v_tiles.index(stage), last_first, kv_start, kv_end, TILE_KV, HEAD_DIM)
     acc_token = warpgroup_mma(p, v_tiles.index(stage), acc, use_acc=num_tiles > 1, is_async=True)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc_token])
     group_barrier()

@@ -5,10 +5,9 @@
 
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from attnconform.kernels.sparse_attention.hopper_scores import ALIBI, LEAST_FACTOR, LOG2_E, SOFT_CAP
-from attnconform.kernels.sparse_attention.hopper_tiles import group_barrier
+from attnconform.kernels.sparse_attention.hopper_tiles import finish_writing
 
 LN_2 = gl.constexpr(0.6931471805599453)
 
@@ -54,8 +53,7 @@ def load_queries(
     else:
         ptrs += (dim.to(gl.int64) * strides[2])[None, :]
     q_tile.store(gl.load(ptrs, mask=is_live[:, None], other=0.0))
-    fence_async_shared()
-    group_barrier()
+    finish_writing()
 
 
 @jit

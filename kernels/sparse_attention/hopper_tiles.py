@@ -1,7 +1,8 @@
 """What the kernels of Hopper share about tiles of K and V: how TMA brings them, and what is cleared of them.
 
-A box is some neighbouring keys of one page and 64 dimensions, as far as a swizzle goes, and is read whole: rows of V
-outside a task's keys are zeroed in shared memory before they meet a weight of 0. [COORD-SLOT, COORD-WIDE, COORD-STRIDE]
+A box is some neighbouring keys of one page and 64 dimensions, as far as a swizzle goes, and is read whole. What a
+product would sum with a factor of 0 is zeroed in shared memory by the warp that loads, before it tells the groups of
+the tile: nobody else writes what they read. [COORD-SLOT, COORD-WIDE, COORD-STRIDE]
 """
 
 from triton.experimental.gluon import jit
@@ -9,11 +10,28 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 SWIZZLED = gl.constexpr(64)  # 16-bit numbers of a row that a swizzle holds
-CLEARED = gl.constexpr(16)  # rows of V that are looked at together
+CLEARED = gl.constexpr(8)  # rows of a tile that are looked at together
+CLEARING = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0]))  # of the one warp that loads
 
 # Triton 3.6 has other names for them than later ones.
 group_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+
+@jit
+def make_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
+    """Barriers that are through when so many have arrived; `finish_writing` must follow."""
+    bars = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(bars.index(i), count=COUNT)
+    return bars
+
+
+@jit
+def finish_writing():
+    """What a group wrote to shared memory, TMA and products see from here on, and whom its barriers let through."""
+    fence_async_shared()
+    group_barrier()
 
 
 @jit
@@ -44,33 +62,49 @@ def load_tiles(
     BOX: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_LISTS: gl.constexpr,
+    SUMS_KEYS: gl.constexpr,  # whether a product sums over K's rows, and not over V's
 ):  # fmt: skip
-    """The warp that loads: every tile of K, then its V, as places in the ring fall free."""
+    """The warp that loads: every tile of K, then its V, as places in the ring fall free.
+
+    It waits itself for a tile that has rows of no key of the task, by the barrier after those of the ring, and zeroes
+    them: their weight is 0, and they may hold NaN.
+    """
     k_tiles, v_tiles, k_full, k_empty, v_full, v_empty = ring
     tasks_ptr, num_tasks = tasks
+    if SUMS_KEYS:
+        summed_tiles, summed_full = k_tiles, k_full
+    else:
+        summed_tiles, summed_full = v_tiles, v_full
     done = 0
+    cleared = 0
     for task in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
         task_ptr = tasks_ptr + task.to(gl.int64) * TASK_WIDTH
         page_row = page_table_ptr + gl.load(task_ptr).to(gl.int64) * max_pages
         kv_head = gl.load(task_ptr + 5)
-        _kv_start, kv_end, first, num_tiles = find_run(task_ptr, list_slots_ptr, TILE_KV, BOX, HAS_LISTS)
+        kv_start, kv_end, first, num_tiles = find_run(task_ptr, list_slots_ptr, TILE_KV, BOX, HAS_LISTS)
         last_box = first + (kv_end - 1 - first) // BOX * BOX
         for i in range(done, done + num_tiles):
             stage = i % STAGES
             phase = (i // STAGES) & 1
-            pages, offsets = find_boxes(
-                first + (i - done) * TILE_KV, last_box, page_row, list_slots_ptr, TILE_KV, PAGE_SIZE, BOX, HAS_LISTS
-            )
+            start = first + (i - done) * TILE_KV
+            pages, offsets = find_boxes(start, last_box, page_row, list_slots_ptr, TILE_KV, PAGE_SIZE, BOX, HAS_LISTS)
+            is_whole = (start >= kv_start) & (start + TILE_KV <= kv_end)
+            summed_bar = gl.where(is_whole, stage, STAGES)
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             load_boxes(
-                k_desc, k_places, k_tiles.index(stage), k_full.index(stage), kv_head, pages, offsets,
-                TILE_KV, HEAD_DIM, BOX,
+                k_desc, k_places, k_tiles.index(stage), k_full.index(summed_bar if SUMS_KEYS else stage),
+                kv_head, pages, offsets, TILE_KV, HEAD_DIM, BOX,
             )  # fmt: skip
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
             load_boxes(
-                v_desc, v_places, v_tiles.index(stage), v_full.index(stage), kv_head, pages, offsets,
-                TILE_KV, HEAD_DIM, BOX,
+                v_desc, v_places, v_tiles.index(stage), v_full.index(stage if SUMS_KEYS else summed_bar),
+                kv_head, pages, offsets, TILE_KV, HEAD_DIM, BOX,
             )  # fmt: skip
+            if not is_whole:
+                mbarrier.wait(summed_full.index(STAGES), cleared & 1)
+                clear_outside(summed_tiles.index(stage), start, kv_start, kv_end, TILE_KV)
+                mbarrier.arrive(summed_full.index(stage), count=1)
+                cleared += 1
         done += num_tiles
 
 
@@ -115,20 +149,18 @@ def load_boxes(
 
 
 @jit
-def clear_outside(tile, first, kv_start, kv_end, TILE_KV: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Zeroes the rows of a tile of V that are not the task's, whose weight is 0: they may hold NaN.
-
-    Both groups do it for themselves, before their product, and write the same zeros; the ring's place falls free after
-    both.
-    """
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+def clear_outside(tile, first, kv_start, kv_end, TILE_KV: gl.constexpr):
+    """Zeroes the rows of a tile that are not the task's."""
     for n in gl.static_range(TILE_KV // CLEARED):
         start = first + n * CLEARED
         if (start < kv_start) | (start + CLEARED > kv_end):
-            part = tile.slice(n * CLEARED, CLEARED, dim=0)
-            key = start + gl.arange(0, CLEARED, layout=gl.SliceLayout(1, layout))
-            is_key = (key >= kv_start) & (key < kv_end)
-            v = part.load(layout)
-            part.store(gl.where(is_key[:, None], v, gl.full([CLEARED, HEAD_DIM], 0.0, v.dtype, layout=layout)))
-    fence_async_shared()
-    group_barrier()
+            key = start + gl.arange(0, CLEARED, layout=gl.SliceLayout(1, CLEARING))
+            clear_unless(tile.slice(n * CLEARED, CLEARED, dim=0), (key >= kv_start) & (key < kv_end))
+    finish_writing()
+
+
+@jit
+def clear_unless(tile, is_kept):
+    """Zeroes rows of a tile, those not kept: of one warp."""
+    x = tile.load(CLEARING)
+    tile.store(gl.where(is_kept[:, None], x, gl.zeros_like(x)))

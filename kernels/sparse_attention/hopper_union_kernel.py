@@ -6,7 +6,7 @@ A group leaves out a tile that none of its own rows lists, and of any other, by 
 Programs stay, and take every so-many-th task, so that neighbouring tiles of one KV head are under way together.
 
 A tile is read whole. Tokens that no row of the task admits may be anything, NaN included: their scores are masked
-before the maximum, and their rows of V are zeroed in shared memory before they meet a weight of 0. Tokens that some row
+before the maximum, and the warp that loads zeroes their rows of V before they meet a weight of 0. Tokens that some row
 admits must be finite for the others. [MASK-INTERFERE, MASK-BEFORE-MAX, COORD-SLOT, COORD-WIDE, COORD-STRIDE, GQA-MAP,
 EMPTY-OUT, LSE-NATURAL, LSE-SINK]
 
@@ -15,22 +15,24 @@ It imports Gluon, so that only `hopper_union` imports this module, where it laun
 
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from attnconform.kernels.sparse_attention.hopper_rows import load_bounds, load_queries, store_rows
 from attnconform.kernels.sparse_attention.hopper_scores import PLAIN, spread, weigh
-from attnconform.kernels.sparse_attention.hopper_tiles import group_barrier, load_boxes
+from attnconform.kernels.sparse_attention.hopper_tiles import (
+    CLEARED,
+    CLEARING,
+    clear_unless,
+    finish_writing,
+    group_barrier,
+    load_boxes,
+    make_barriers,
+)
 
 LANES = gl.constexpr(64)  # of a group
-CLEARED = gl.constexpr(32)  # rows of V that are looked at together, at most
 SEEN_ROWS = gl.constexpr(32)  # as many bits as an entry has for the rows of a tile
-GROUP_REGISTERS = gl.constexpr(160)  # of a thread that multiplies: three groups and the warp that loads
-LOADER_REGISTERS = gl.constexpr(32)
+GROUP_REGISTERS = gl.constexpr(152)  # of a thread that multiplies: three groups and the warp that loads
+LOADER_REGISTERS = gl.constexpr(56)
 
 
 # Numbers of a batch: a kernel compiled for one value of them must serve every other.
@@ -61,20 +63,16 @@ def hopper_union_kernel(
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, TILE_KV, HEAD_DIM], tile_layout)
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([LANES, HEAD_DIM], dtype)
     q_tiles = gl.allocate_shared_memory(dtype, [3, LANES, HEAD_DIM], q_layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=3)
-    fence_async_shared()
-    group_barrier()
+    k_full = make_barriers(STAGES, 1)
+    v_full = make_barriers(STAGES + 1, 1)
+    empty = make_barriers(STAGES, 3)
+    finish_writing()
 
     ring = (k_tiles, v_tiles, k_full, v_full, empty)
     tasks = (tasks_ptr, num_tasks)
     entries = (blocks_ptr, members_ptr)
     rows = (q_ptr, q_strides, row_positions_ptr, mask_starts_ptr, mask_ends_ptr, 0)
+    intervals = (mask_starts_ptr, mask_ends_ptr)
     scores = (sm_scale, score_params_ptr)
     outputs = (out_ptr, lse_ptr, out_strides, lse_strides, q_ptr, q_ptr, q_ptr, sink_logits_ptr)
     gl.warp_specialize(
@@ -92,8 +90,8 @@ def hopper_union_kernel(
                 2, TASK_WIDTH, TILE_Q, TILE_KV, HEADS, HEAD_DIM, BLOCK_SIZE, UNIT, STAGES, HAS_SINK, HAS_WIDE_ROWS,
             )),
             (load_blocks, (
-                k_desc, v_desc, k_places, v_places, ring, tasks, entries, page_table_ptr, max_pages,
-                TASK_WIDTH, TILE_KV, HEAD_DIM, BLOCK_SIZE, UNIT, PAGE_SIZE, BOX, STAGES,
+                k_desc, v_desc, k_places, v_places, ring, tasks, entries, page_table_ptr, max_pages, intervals,
+                TASK_WIDTH, TILE_KV, HEAD_DIM, BLOCK_SIZE, UNIT, PAGE_SIZE, BOX, STAGES, False,
             )),
         ],
         [4, 4, 1],
@@ -122,10 +120,24 @@ def find_unit(
 
 
 @jit
+def is_whole_tile(
+    tile, entry_start, full,
+    BLOCK_SIZE: gl.constexpr,
+    UNIT: gl.constexpr,
+    TILE_KV: gl.constexpr,
+):  # fmt: skip
+    """Whether every row that lists keys of a tile may see them."""
+    first, _start = find_unit(tile, entry_start, 0, BLOCK_SIZE, UNIT, TILE_KV)
+    last, _start = find_unit(tile, entry_start, TILE_KV // UNIT - 1, BLOCK_SIZE, UNIT, TILE_KV)
+    return (first >= full[0]) & (last < full[1])
+
+
+@jit
 def load_blocks(
     k_desc, v_desc,
     k_places, v_places,  # rows a page, rows a head and columns a head of the descriptors
     ring, tasks, entries, page_table_ptr, max_pages,
+    intervals,  # of positions, a row's
     TASK_WIDTH: gl.constexpr,
     TILE_KV: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -134,17 +146,28 @@ def load_blocks(
     PAGE_SIZE: gl.constexpr,
     BOX: gl.constexpr,
     STAGES: gl.constexpr,
+    SUMS_KEYS: gl.constexpr,  # whether a product sums over K's rows, and not over V's
 ):  # fmt: skip
-    """The warp that loads: every tile of K, then its V, as places in the ring fall free."""
+    """The warp that loads: every tile of K, then its V, as places in the ring fall free.
+
+    It waits itself for a tile that has tokens that no row admits, by the barrier after those of the ring, and zeroes
+    them: their weight is 0, and they may hold NaN.
+    """
     k_tiles, v_tiles, k_full, v_full, empty = ring
     tasks_ptr, num_tasks = tasks
+    if SUMS_KEYS:
+        summed_tiles, summed_full = k_tiles, k_full
+    else:
+        summed_tiles, summed_full = v_tiles, v_full
     done = 0
+    cleared = 0
     for task in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
         task_ptr = tasks_ptr + task.to(gl.int64) * TASK_WIDTH
         page_row = page_table_ptr + gl.load(task_ptr).to(gl.int64) * max_pages
         kv_head = gl.load(task_ptr + 5)
         entry_start = gl.load(task_ptr + 6)
         entry_end = gl.load(task_ptr + 7)
+        full = (gl.load(task_ptr + 8), gl.load(task_ptr + 9))
         num_tiles = count_tiles(entry_start, entry_end, BLOCK_SIZE, UNIT, TILE_KV)
         # where the next tile lies is looked up while the one before is on its way
         boxes = find_boxes(
@@ -158,15 +181,23 @@ def load_blocks(
                 i + 1, entry_start, entry_end, entries[0], page_row, max_pages, BLOCK_SIZE, UNIT, TILE_KV, PAGE_SIZE,
                 BOX,
             )  # fmt: skip
+            is_whole = is_whole_tile(i, entry_start, full, BLOCK_SIZE, UNIT, TILE_KV)
+            summed_bar = gl.where(is_whole, stage, STAGES)
             mbarrier.wait(empty.index(stage), phase ^ 1)
             load_boxes(
-                k_desc, k_places, k_tiles.index(stage), k_full.index(stage), kv_head, pages, offsets,
-                TILE_KV, HEAD_DIM, BOX,
+                k_desc, k_places, k_tiles.index(stage), k_full.index(summed_bar if SUMS_KEYS else stage),
+                kv_head, pages, offsets, TILE_KV, HEAD_DIM, BOX,
             )  # fmt: skip
             load_boxes(
-                v_desc, v_places, v_tiles.index(stage), v_full.index(stage), kv_head, pages, offsets,
-                TILE_KV, HEAD_DIM, BOX,
+                v_desc, v_places, v_tiles.index(stage), v_full.index(stage if SUMS_KEYS else summed_bar),
+                kv_head, pages, offsets, TILE_KV, HEAD_DIM, BOX,
             )  # fmt: skip
+            if not is_whole:
+                positions, members = load_units(i, entry_start, entry_end, entries, BLOCK_SIZE, UNIT, TILE_KV)
+                mbarrier.wait(summed_full.index(STAGES), cleared & 1)
+                clear_unseen(summed_tiles.index(stage), positions, members, task_ptr, intervals, UNIT, TILE_KV)
+                mbarrier.arrive(summed_full.index(stage), count=1)
+                cleared += 1
         done += num_tiles
 
 
@@ -233,8 +264,7 @@ def attend_members(
         task_ptr = tasks_ptr + task.to(gl.int64) * TASK_WIDTH
         entry_start = gl.load(task_ptr + 6)
         entry_end = gl.load(task_ptr + 7)
-        full_start = gl.load(task_ptr + 8)
-        full_end = gl.load(task_ptr + 9)
+        full = (gl.load(task_ptr + 8), gl.load(task_ptr + 9))
         num_tiles = count_tiles(entry_start, entry_end, BLOCK_SIZE, UNIT, TILE_KV)
         units = load_units(0, entry_start, entry_end, entries, BLOCK_SIZE, UNIT, TILE_KV)
         load_queries(q_tile, task_ptr, rows, PART, LANES, HEADS, HEAD_DIM, HAS_WIDE_ROWS)
@@ -254,20 +284,15 @@ def attend_members(
             if ((listed >> FIRST_ROW) & ((1 << NUM_ROWS) - 1)) != 0:
                 s = warpgroup_mma(q_tile, k_tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
                 units = load_units(i + 1, entry_start, entry_end, entries, BLOCK_SIZE, UNIT, TILE_KV)
-                first, _start = find_unit(i, entry_start, 0, BLOCK_SIZE, UNIT, TILE_KV)
-                last, _start = find_unit(i, entry_start, TILE_KV // UNIT - 1, BLOCK_SIZE, UNIT, TILE_KV)
-                is_whole = (first >= full_start) & (last < full_end)
+                is_whole = is_whole_tile(i, entry_start, full, BLOCK_SIZE, UNIT, TILE_KV)
                 s = warpgroup_mma_wait(num_outstanding=0, deps=[s])
-                # Waited for and cleared before the weights: with nothing between them and the product, the assembler
-                # scales acc beside the exponentials.
+                # Waited for before the weights: with nothing between them and the product, the assembler scales acc
+                # beside the exponentials.
                 mbarrier.wait(v_full.index(stage), phase)
                 if UNIT < TILE_KV:
                     s = mask_members(s, members, local_row, UNIT, TILE_KV)
                 if not is_whole:
                     s = mask_positions(s, positions, bounds[0], bounds[1], UNIT, TILE_KV)
-                    clear_unseen(
-                        v_tiles.index(stage), positions, members, task_ptr, rows[3], rows[4], UNIT, TILE_KV, HEAD_DIM
-                    )
                 if UNIT < TILE_KV:
                     weights, rescale, row_max, row_sum = weigh(
                         s, row_max, row_sum, 0, (0, 0, 0, TILE_KV, 0), bounds, TILE_KV, PLAIN, False
@@ -365,46 +390,21 @@ def mask_positions(s, positions, mask_start, mask_end, UNIT: gl.constexpr, TILE_
 
 
 @jit
-def clear_unseen(
-    tile, positions, members, task_ptr, mask_starts_ptr, mask_ends_ptr,
-    UNIT: gl.constexpr,
-    TILE_KV: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-):  # fmt: skip
-    """Zeroes the rows of a tile of V that no row of the task admits, whose weight is 0: they may hold NaN.
-
-    Every group that multiplies the tile does it for itself, before its product, and writes the same zeros; the ring's
-    place falls free after all of them. [MASK-INTERFERE]
-    """
-    pairs: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+def clear_unseen(tile, positions, members, task_ptr, intervals, UNIT: gl.constexpr, TILE_KV: gl.constexpr):
+    """Zeroes the rows of a tile that no row of the task admits. [MASK-INTERFERE]"""
+    mask_starts_ptr, mask_ends_ptr = intervals
+    pairs: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [1, 1], [1, 0])
     row = gl.arange(0, SEEN_ROWS, layout=gl.SliceLayout(0, pairs))
     q_start = gl.load(task_ptr + 1)
     is_row = row < gl.load(task_ptr + 2)
     mask_start = gl.load(mask_starts_ptr + q_start + row, mask=is_row, other=0)
     mask_end = gl.load(mask_ends_ptr + q_start + row, mask=is_row, other=0)
-    PART: gl.constexpr = min(CLEARED, UNIT)
-    for n in gl.static_range(TILE_KV // PART):
-        is_listed = ((members[n * PART // UNIT] >> row) & 1) != 0
-        clear_part(
-            tile.slice(n * PART, PART, dim=0), positions[n * PART // UNIT] + n * PART % UNIT,
-            mask_start, gl.where(is_listed, mask_end, 0), PART, HEAD_DIM, pairs,
-        )  # fmt: skip
-    fence_async_shared()
-    group_barrier()
-
-
-@jit
-def clear_part(
-    part, first, mask_start, mask_end,
-    ROWS: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    pairs: gl.constexpr,
-):  # fmt: skip
-    """Zeroes those of some neighbouring keys' values that lie in no row's interval."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    kv_idx = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, pairs))
-    # [ROWS, SEEN_ROWS]
-    admits = (kv_idx[:, None] >= mask_start[None, :]) & (kv_idx[:, None] < mask_end[None, :])
-    is_seen = gl.convert_layout(gl.max(admits.to(gl.int32), axis=1), gl.SliceLayout(1, layout)) != 0
-    v = part.load(layout)
-    part.store(gl.where(is_seen[:, None], v, gl.full([ROWS, HEAD_DIM], 0.0, v.dtype, layout=layout)))
+    for n in gl.static_range(TILE_KV // CLEARED):
+        is_listed = ((members[n * CLEARED // UNIT] >> row) & 1) != 0
+        first = positions[n * CLEARED // UNIT] + n * CLEARED % UNIT
+        kv_idx = first + gl.arange(0, CLEARED, layout=gl.SliceLayout(1, pairs))
+        # [CLEARED, SEEN_ROWS]
+        admits = (kv_idx[:, None] >= mask_start[None, :]) & (kv_idx[:, None] < mask_end[None, :]) & is_listed[None, :]
+        is_seen = gl.convert_layout(gl.max(admits.to(gl.int32), axis=1), gl.SliceLayout(1, CLEARING)) != 0
+        clear_unless(tile.slice(n * CLEARED, CLEARED, dim=0), is_seen)
+    finish_writing()
