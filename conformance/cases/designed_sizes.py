@@ -26,6 +26,7 @@ PAST_256_PAGES = Lengths(q=(1, 1), kv=(290, 3))  # of one token
 BLOCKS_OF_64 = Lengths(q=(1, 2), kv=(200, 70))
 PAST_128 = Lengths(q=(2, 1), kv=(150, 3))
 BACK_BY_50 = Lengths(q=(3, 1), kv=(57, 20))
+PACKED_PAST_192 = Lengths(q=(25,), kv=(25,))  # rows times the heads of a group of eight, as kernels pack them
 WIDE, FARTHEST, MANY_HOLES = 47, 20, 64
 
 
@@ -137,12 +138,21 @@ BACKWARD: dict[str, tuple[dict[str, str], Lengths, Change, tuple[str, ...]]] = {
         ROWS_WITHOUT_KEYS, unsplit, ()
     ),
 }  # fmt: skip
+# after those above, whose seeds follow from their places
+FURTHER: dict[str, tuple[dict[str, str], Lengths, Change, tuple[str, ...]]] = {
+    # some kernels load pages otherwise where a page holds whole tiles of keys and rows are more than a tile
+    "rows-past-a-tile-over-pages-of-128": (
+        {"page_size": "128", "heads": "8/1", "dtype": "float16", "phase": "prefill", "mask": "causal"},
+        PACKED_PAST_192, unsplit, ()
+    ),
+}  # fmt: skip
 
 
 def cases_of_sizes(plain: Row) -> tuple[Case, ...]:
     """One case a design; `plain` has the axis values that a design does not name."""
     designs = [("forward", slug, design) for slug, design in FORWARD.items()]
     designs += [("backward", slug, design) for slug, design in BACKWARD.items()]
+    designs += [("forward", slug, design) for slug, design in FURTHER.items()]
     return tuple(
         designed_case(operation, slug, {**plain, **changes}, FIRST_SEED + 8 * i + 1, lengths, change, further)
         for i, (operation, slug, (changes, lengths, change, further)) in enumerate(designs)

@@ -12,7 +12,7 @@ from attnconform.conformance.adapters.reference_steps import StepsBackend
 from attnconform.conformance.backend import Forward, Tensors
 from attnconform.conformance.deviations.coordinates import LooksUpPages
 from attnconform.conformance.deviations.deviation import deviates
-from attnconform.conformance.deviations.masks import MovesQueries, MovesWindows
+from attnconform.conformance.deviations.masks import MovesQueries, MovesWindows, MultipliesTheTailByZero
 from attnconform.conformance.deviations.quantization import ReadsCodes
 from attnconform.conformance.deviations.sets import ReadsEntries
 from attnconform.conformance.deviations.shapes import AllowsOtherwise, num_rows
@@ -27,6 +27,7 @@ from attnconform.reference.steps import AttentionResult, Steps
 ROW_TILE, KV_TILE, HEAD_TILE, ENTRY_TILE = 64, 16, 16, 32
 GROUP_SIZES = (1, 2, 3, 4, 8)  # that a kernel is compiled for
 LARGEST_PAGE, STAGED_PAGES = 128, 128  # tokens of a page, and entries of a table, that are addressed at once
+LOADED_KEYS, PACKED_ROWS = 128, 192  # of a tile that is loaded by the page; rows of all heads of a group
 USUAL_BLOCK, USUAL_DISTANCE, VECTOR = 16, 3, 16
 
 
@@ -189,6 +190,19 @@ class KeepsPageIdsInEightBits(LooksUpPages):
     def look_up(self, problem: AttentionProblem, where: QueryRow, at: PageOffsets) -> IntArray:
         pages = problem.cache.page_table[where.request][at.page] & 0xFF
         return np.asarray(pages * problem.cache.page_size + at.offset)
+
+
+@deviates("MASK-TAIL", fault_class="P", report="Dao-AILab/flash-attention#2374: 0 * NaN where pages are loaded whole")
+class MultipliesTheTailOfLargePagesByZero(MultipliesTheTailByZero):
+    """Where pages are whole tiles of keys and rows more than a tile, slots past the length have a weight of 0."""
+
+    def attend(
+        self, problem: AttentionProblem, where: QueryRow, qo_head: int, q: FloatArray, k: FloatArray, v: FloatArray
+    ) -> tuple[FloatArray, float]:
+        packed = num_rows(problem, where.request) * problem.group_size
+        if problem.cache.page_size % LOADED_KEYS or packed <= PACKED_ROWS:
+            return Steps.attend(self, problem, where, qo_head, q, k, v)
+        return super().attend(problem, where, qo_head, q, k, v)
 
 
 # -- windows and places of queries -------------------------------------------------------------------------------------

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from attnconform.conformance.adapters.reference_steps import StepsBackend
-from attnconform.conformance.cases.designed_sizes import BACKWARD, FORWARD, cases_of_sizes
+from attnconform.conformance.cases.designed_sizes import BACKWARD, FORWARD, FURTHER, cases_of_sizes
 from attnconform.conformance.cases.detectability import detect
-from attnconform.conformance.cases.matrix import SMOKE_ROW
-from attnconform.conformance.cases.structure import Case, build_problem
+from attnconform.conformance.cases.matrix import SMOKE_ROW, matrix
+from attnconform.conformance.cases.structure import Case, Structure, build_problem
 from attnconform.conformance.cases.work import MAX_TILE_STEPS_L1, tile_steps
 from attnconform.conformance.deviations import DEVIATIONS
 from attnconform.conformance.judge.judge import judge_case
@@ -18,7 +18,7 @@ from attnconform.reference.candidates import HOLE
 
 ALL = cases_of_sizes(SMOKE_ROW)
 CASES = {case.id.split(".")[2].removeprefix("designed-"): case for case in ALL if case.operation == "forward"}
-IDS_DIGEST = "e1e4811711e7c3d33034cc42eaf2ef25aa61b10b602a482721a0d70a9488ee80"
+IDS_DIGEST = "9b545988114922222a1b4911c9b0a2bc9b5058ec08aeeec366d597fc39f454fc"
 # slug -> deviations that it is there for
 SHOWN = {
     "requests-without-keys": (
@@ -48,6 +48,7 @@ SHOWN = {
     "tiles-of-holes-within": ("stops-at-a-tile-of-holes",),
     "turned-in-part": ("pairs-across-the-whole-head",),
     "a-long-table": ("knows-distances-up-to-three",),
+    "rows-past-a-tile-over-pages-of-128": ("multiplies-the-tail-of-large-pages-by-zero",),
 }
 
 
@@ -57,9 +58,9 @@ def test_ids_are_frozen() -> None:
 
 
 def test_every_design_is_there_for_some_deviation() -> None:
-    assert set(SHOWN) == set(FORWARD)
+    assert set(SHOWN) == {*FORWARD, *FURTHER}
     assert {case.operation for case in ALL} == {"forward", "backward"}
-    assert len(ALL) == len(FORWARD) + len(BACKWARD)
+    assert len(ALL) == len(FORWARD) + len(BACKWARD) + len(FURTHER)
 
 
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.id)
@@ -111,6 +112,20 @@ def test_a_page_of_272_is_full_and_followed_by_another() -> None:
     structure = CASES["pages-of-272"].structure
     assert structure.page_size == 17 * 16
     assert len(structure.page_table[0]) == 2
+
+
+def test_no_other_case_has_a_page_of_whole_tiles_and_more_rows_than_a_tile() -> None:
+    of_whole_tiles = [
+        case for case in matrix("L1") if case.structure.page_size % 128 == 0 and packed_rows(case.structure) > 192
+    ]
+    assert of_whole_tiles == [CASES["rows-past-a-tile-over-pages-of-128"]]
+    (length,), (pages,) = of_whole_tiles[0].structure.seqlens_kv, of_whole_tiles[0].structure.page_table
+    assert length < 128 * len(pages)
+
+
+def packed_rows(structure: Structure) -> int:
+    """Query rows of the longest request, those of all heads of a group counted."""
+    return max(structure.seqlens_q) * structure.num_qo_heads // structure.num_kv_heads
 
 
 def test_more_than_256_pages_belong_to_one_request() -> None:
