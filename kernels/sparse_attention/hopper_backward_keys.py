@@ -193,8 +193,8 @@ def clear_lanes(
     for n in gl.static_range(TILE_M // CLEARED):
         lse = lse_rows.index(stage).slice(n * CLEARED, CLEARED).load(gl.SliceLayout(1, CLEARING))
         is_row = SIGN * lse < float("inf")
-        clear_unless(q_tiles.index(stage).slice(n * CLEARED, CLEARED, dim=0), is_row)
-        clear_unless(dout_tiles.index(stage).slice(n * CLEARED, CLEARED, dim=0), is_row)
+        clear_unless(q_tiles.index(stage).slice(n * CLEARED, CLEARED, dim=0), is_row, CLEARING)
+        clear_unless(dout_tiles.index(stage).slice(n * CLEARED, CLEARED, dim=0), is_row, CLEARING)
     finish_writing()
     mbarrier.arrive(q_full.index(stage), count=1)
     mbarrier.arrive(dout_full.index(stage), count=1)

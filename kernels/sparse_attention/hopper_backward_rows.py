@@ -17,10 +17,11 @@ from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from attnconform.kernels.sparse_attention.hopper_backward_keys import clear_lanes, find_slots, place_lanes
-from attnconform.kernels.sparse_attention.hopper_scores import LOG2_E, PLAIN
+from attnconform.kernels.sparse_attention.hopper_backward_keys import find_slots, place_lanes
+from attnconform.kernels.sparse_attention.hopper_scores import LOG2_E
 from attnconform.kernels.sparse_attention.hopper_tiles import (
     SWIZZLED,
+    clear_unless,
     finish_writing,
     group_barrier,
     load_box,
@@ -63,8 +64,8 @@ def hopper_rows_kernel(
     lse_rows = gl.allocate_shared_memory(gl.float32, [STAGES, LANES], vector_layout)
     delta_rows = gl.allocate_shared_memory(gl.float32, [STAGES, LANES], vector_layout)
     kv_full = make_barriers(1, 2)
-    q_full = make_barriers(STAGES + 1, 1)
-    dout_full = make_barriers(STAGES + 1, 1)
+    q_full = make_barriers(STAGES, 1)
+    dout_full = make_barriers(STAGES, 1)
     empty = make_barriers(STAGES, 1)
     ends = make_barriers(2, 1)
     finish_writing()
@@ -112,12 +113,9 @@ def load_rows(
     BOX: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warp that loads: the slots' K and V, then every step's q and dO, lse and delta.
-
-    It waits itself for a step with lanes of no row, or of one without keys, by the barriers after those of the ring.
-    """
+    """The warp that loads: the slots' K and V, then every step's q and dO, lse and delta."""
     k_tile, v_tile, q_tiles, dout_tiles, lse_rows, delta_rows, kv_full, q_full, dout_full, empty = ring
-    pairs_ptr, full_pairs, num_pairs = span
+    pairs_ptr, _full_pairs, num_pairs = span
     first_slot, kv_head, _is_touched_ptr = slots
     pages, offsets = find_slots(first_slot, PAGE_SIZE, BOX)
     load_boxes(k_desc, k_places, k_tile, kv_full.index(0), kv_head, pages, offsets, SLOTS, HEAD_DIM, BOX)
@@ -125,8 +123,6 @@ def load_rows(
     lane_layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     lane = gl.arange(0, LANES, layout=lane_layout)
     READERS: gl.constexpr = LANES // HEADS
-    num_full = full_pairs // READERS
-    cleared = 0
     readers = find_readers(pairs_ptr, 0, num_pairs, READERS, HEADS)
     states = load_states(pairs_ptr, 0, num_pairs, lane, lse_log2_ptr, delta_ptr, total_q, HEADS, GROUP)
     for i in range(0, (num_pairs + READERS - 1) // READERS):
@@ -136,13 +132,8 @@ def load_rows(
         lse_rows.index(stage).store(lse)
         delta_rows.index(stage).store(delta)
         group_barrier()
-        # only where a step is masked can a lane be none
-        row_bar = gl.where((i >= num_full) & (gl.max(lse, axis=0) == float("inf")), STAGES, stage)
-        load_readers(q_desc, q_rows, q_tiles.index(stage), q_full.index(row_bar), readers, HEADS, HEAD_DIM)
-        load_readers(dout_desc, dout_rows, dout_tiles.index(stage), dout_full.index(row_bar), readers, HEADS, HEAD_DIM)
-        if row_bar == STAGES:
-            clear_lanes(q_tiles, dout_tiles, lse_rows, q_full, dout_full, stage, cleared, STAGES, PLAIN)
-            cleared += 1
+        load_readers(q_desc, q_rows, q_tiles.index(stage), q_full.index(stage), readers, HEADS, HEAD_DIM)
+        load_readers(dout_desc, dout_rows, dout_tiles.index(stage), dout_full.index(stage), readers, HEADS, HEAD_DIM)
         # a step ahead: what they say would be waited for
         readers = find_readers(pairs_ptr, i + 1, num_pairs, READERS, HEADS)
         states = load_states(pairs_ptr, i + 1, num_pairs, lane, lse_log2_ptr, delta_ptr, total_q, HEADS, GROUP)
@@ -260,6 +251,9 @@ def add_keys(
     before = gl.maximum(i - 2, PART) % STAGES
     is_sum = i >= PART + 4
     mbarrier.wait(q_full.index(stage), phase)
+    if is_masked:
+        mbarrier.wait(dout_full.index(stage), phase)
+        clear_step(q_tiles.index(stage), dout_tiles.index(stage), lse_rows.index(stage), column)
     s_token = warpgroup_mma(k_tile, q_tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     dv_token = warpgroup_mma(weights, dout_tiles.index(before), dv, use_acc=is_sum, is_async=True)
     dk_token = warpgroup_mma(grads, q_tiles.index(before), dk, use_acc=is_sum, is_async=True)
@@ -268,7 +262,6 @@ def add_keys(
     exponents = s * (sm_scale * LOG2_E) - lse[None, :]
     # Apart from each other from here on: what both would share had to wait in registers for the mask.
     if is_masked:
-        mbarrier.wait(dout_full.index(stage), phase)
         dk, dv = warpgroup_mma_wait(num_outstanding=0, deps=[dk_token, dv_token])
         probs = gl.exp2(mask_edges(exponents, i, span, rows, HEADS))
     else:
@@ -290,6 +283,20 @@ def add_keys(
         dp = gl.where(probs == 0, 0.0, dp)
     grads = gl.convert_layout((probs * (dp - delta[None, :])).to(dtype), weight_layout)
     return dk, dv, weights, grads
+
+
+@jit
+def clear_step(q_tile, dout_tile, lse_row, column: gl.constexpr):
+    """Zeroes the lanes of no pair, or of a row without keys, whose lse is +inf: they may hold NaN.
+
+    A step is one group's alone, so that nobody else reads what it writes.
+    """
+    if gl.max(lse_row.load(column), axis=0) == float("inf"):
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        has_keys = lse_row.load(gl.SliceLayout(1, layout)) < float("inf")
+        clear_unless(q_tile, has_keys, layout)
+        clear_unless(dout_tile, has_keys, layout)
+        finish_writing()
 
 
 @jit

@@ -155,12 +155,12 @@ def clear_outside(tile, first, kv_start, kv_end, TILE_KV: gl.constexpr):
         start = first + n * CLEARED
         if (start < kv_start) | (start + CLEARED > kv_end):
             key = start + gl.arange(0, CLEARED, layout=gl.SliceLayout(1, CLEARING))
-            clear_unless(tile.slice(n * CLEARED, CLEARED, dim=0), (key >= kv_start) & (key < kv_end))
+            clear_unless(tile.slice(n * CLEARED, CLEARED, dim=0), (key >= kv_start) & (key < kv_end), CLEARING)
     finish_writing()
 
 
 @jit
-def clear_unless(tile, is_kept):
-    """Zeroes rows of a tile, those not kept: of one warp."""
-    x = tile.load(CLEARING)
+def clear_unless(tile, is_kept, layout: gl.constexpr):
+    """Zeroes rows of a tile, those not kept."""
+    x = tile.load(layout)
     tile.store(gl.where(is_kept[:, None], x, gl.zeros_like(x)))

@@ -406,5 +406,5 @@ def clear_unseen(tile, positions, members, task_ptr, intervals, UNIT: gl.constex
         # [CLEARED, SEEN_ROWS]
         admits = (kv_idx[:, None] >= mask_start[None, :]) & (kv_idx[:, None] < mask_end[None, :]) & is_listed[None, :]
         is_seen = gl.convert_layout(gl.max(admits.to(gl.int32), axis=1), gl.SliceLayout(1, CLEARING)) != 0
-        clear_unless(tile.slice(n * CLEARED, CLEARED, dim=0), is_seen)
+        clear_unless(tile.slice(n * CLEARED, CLEARED, dim=0), is_seen, CLEARING)
     finish_writing()
