@@ -24,7 +24,7 @@ from attnconform.conformance.explain.shrink import shrink
 from attnconform.conformance.explain.signature import Signature, signature_of
 from attnconform.conformance.explain.stages import Stage, first_wrong_stage
 from attnconform.conformance.explain.telling import Untold
-from attnconform.conformance.isolation import is_spoilt
+from attnconform.conformance.isolation import is_device_fault, is_spoilt
 from attnconform.conformance.judge import judge
 from attnconform.conformance.judge.trial import BackendCrash, Trial
 from attnconform.conformance.judge.verdict import CaseResult, Finding
@@ -176,16 +176,28 @@ def explain_case(console: Console, name: str, *, backend: str, device: str) -> i
         return 0
     for finding in result.findings:
         say(console, finding_text(finding))
-    if is_spoilt(result):  # whatever is called next fails likewise, and would look like a smaller failing case
+    cases = (*matrix("L1"), *own_cases("L1", "", subject.capabilities)) if is_own(case.id) else None
+    explanation = None if is_spoilt(result) else explain_while_answered(case, make, result, cases)
+    if explanation is None:  # whatever is called next fails likewise, and would look like a smaller failing case
         say(console, f"the device answers no other call of this process: {case.id} is neither shrunk nor compared")
         write_files(console, case, subject, backend, device)
         return 1
-    cases = (*matrix("L1"), *own_cases("L1", "", subject.capabilities)) if is_own(case.id) else None
-    explanation = explain(case, make, result, cases=cases)
     print_explanation(console, explanation)
     if case.operation != "structure":
         write_files(console, explanation.small, make(), backend, device)
     return 1
+
+
+def explain_while_answered(
+    case: Case, make: Make, result: CaseResult, cases: Sequence[Case] | None
+) -> Explanation | None:
+    """As explain; None where a call on the way, of a smaller case say, costs this process its device."""
+    try:
+        return explain(case, make, result, cases=cases)
+    except Exception as error:
+        if is_device_fault(error) or is_device_fault(error.__cause__):
+            return None
+        raise
 
 
 def say(console: Console, text: str) -> None:

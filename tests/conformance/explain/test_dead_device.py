@@ -60,6 +60,37 @@ class Unreadable:
         raise RuntimeError("CUDA error: misaligned address")
 
 
+class WrongThenMisaligned(StepsBackend):
+    """Twice the answer; the context ends in a call of what explain makes after the judge's backend."""
+
+    made = 0
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device)
+        WrongThenMisaligned.made += 1
+        self.is_first = WrongThenMisaligned.made == 1
+
+    def forward(self, problem: ProblemView, tensors: Tensors) -> Forward:
+        result = super().forward(problem, tensors)
+        return replace(result, out=2 * result.out if self.is_first else cast(torch.Tensor, Unreadable(result.out)))
+
+
+def test_a_device_that_is_lost_while_explain_shrinks_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(WrongThenMisaligned, "made", 0)
+    monkeypatch.setattr(explaining, "load_backend", lambda backend, device: WrongThenMisaligned(device))
+    case, written = matrix("L0")[0], io.StringIO()
+    console = Console(file=written, width=200)
+    assert explaining.explain_case(console, case.id, backend="misaligned", device="cpu") == 1
+    said = written.getvalue()
+    assert "FAIL_value" in said
+    assert "is neither shrunk nor compared" in said
+    assert "Traceback" not in said
+    assert {path.name for path in tmp_path.iterdir()} == {f"{case.id}.json", f"reproduce_{case.id}.py"}
+
+
 @pytest.mark.parametrize("backend", [Misaligned, MisalignedLater])
 def test_its_single_file_is_written_and_calls_nothing_after_the_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], backend: type
