@@ -64,7 +64,7 @@ for step in $steps; do
                 --level "${LEVEL:-L1}" -n "${PROCESSES:-$cores}" --resume --out "$out/matrix-$backend"
         done >"$out/h200-matrix.log" 2>&1
         ;;
-    sanitize) # cases of the matrix, then the kernels of Hopper by their own tests, side by side
+    sanitize) # cases of the matrix, the kernels of Hopper by their own tests, and controls, side by side
         watch() { # tool, program
             local tool=$1
             shift
@@ -72,6 +72,9 @@ for step in $steps; do
             PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout "${LIMIT:-300}" "$SANITIZER" --tool "$tool" --print-limit 8 \
                 python3 "$@" 2>&1
         }
+        for way in warp group exchange; do
+            watch racecheck tests/kernels/hand_over.py $way >"$out/sanitizer-control-$way.log" &
+        done
         for tool in memcheck racecheck; do
             watch $tool tests/kernels/run_once.py --select "${SELECT:-L1.}" --seconds 170 >"$out/sanitizer-$tool-L1.log" &
             for tests in tests/kernels/sparse_attention/test_hopper{,_union,_backward,_backward_rows,_backward_union}.py; do

@@ -1,14 +1,16 @@
-"""A control for racecheck: one group of warps hands another what it wrote, as PTX's memory model orders it.
+"""Controls for racecheck: warps hand others what they wrote, as PTX's memory model orders it, and nothing else.
 
-Every thread of the first group writes its number to shared memory, the group's barrier follows, and one thread arrives
-at an mbarrier that the second group waits for. Barriers of a group order what its threads did before, and an arrival
-releases what came before it: no race. What racecheck says of it, it says of `hopper_keys_kernel` and
-`hopper_rows_kernel`, which hand lse, delta and sums over in the same way; only the arriving thread's own number goes
-unreported.
+Every thread of the writer puts its number into shared memory, a barrier of the writer's warps follows, and one thread
+arrives at an mbarrier that the reader waits for. Barriers order what their threads did before, and an arrival releases
+what came before it: no race. `hopper_keys_kernel` and `hopper_rows_kernel` hand lse, delta and sums over in these ways.
 
-    compute-sanitizer --tool racecheck python3 tests/kernels/hand_over.py
+    compute-sanitizer --tool racecheck python3 tests/kernels/hand_over.py group
+
+`warp`: the writer is one warp, whose barrier the assembler leaves out where the warp has not parted. `group`: it is
+four. `exchange`: the reader answers in the same place, as two groups that exchange their sums do.
 """
 
+import click
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,34 +18,56 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attnconform.kernels.sparse_attention.hopper_tiles import finish_writing, group_barrier, make_barriers
 
-THREADS = gl.constexpr(128)
+NUMBERS = gl.constexpr(256)
 
 
 @gluon.jit
-def read(numbers, handed_over, out_ptr):
-    thread = gl.arange(0, THREADS, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    mbarrier.wait(handed_over.index(0), 0)
-    gl.store(out_ptr + thread, numbers.load(thread.type.layout))
+def read(numbers, ends, out_ptr, ANSWERS: gl.constexpr):
+    place = gl.arange(0, NUMBERS, layout=gl.BlockedLayout([2], [32], [4], [0]))
+    mbarrier.wait(ends.index(0), 0)
+    found = numbers.load(place.type.layout)
+    if ANSWERS:
+        group_barrier()
+        numbers.store(found + NUMBERS)
+        group_barrier()
+        mbarrier.arrive(ends.index(1), count=1)
+    gl.store(out_ptr + place, found)
 
 
 @gluon.jit
-def write(numbers, handed_over, out_ptr):
-    thread = gl.arange(0, THREADS, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    numbers.store(thread)
+def write(numbers, ends, out_ptr, NUM_WARPS: gl.constexpr, ANSWERS: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([2], [32], [NUM_WARPS], [0])
+    place = gl.arange(0, NUMBERS, layout=layout)
+    numbers.store(place)
     group_barrier()
-    mbarrier.arrive(handed_over.index(0), count=1)
+    mbarrier.arrive(ends.index(0), count=1)
+    if ANSWERS:
+        mbarrier.wait(ends.index(1), 0)
+        gl.store(out_ptr + NUMBERS + place, numbers.load(layout))
 
 
 @gluon.jit
-def hand_over_kernel(out_ptr):
-    numbers = gl.allocate_shared_memory(gl.int32, [THREADS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    handed_over = make_barriers(1, 1)
+def hand_over_kernel(out_ptr, NUM_WARPS: gl.constexpr, ANSWERS: gl.constexpr):
+    numbers = gl.allocate_shared_memory(gl.int32, [NUMBERS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ends = make_barriers(2, 1)
     finish_writing()
-    arguments = (numbers, handed_over, out_ptr)
-    gl.warp_specialize([(read, arguments), (write, arguments)], [4], [120])
+    gl.warp_specialize(
+        [(read, (numbers, ends, out_ptr, ANSWERS)), (write, (numbers, ends, out_ptr, NUM_WARPS, ANSWERS))],
+        [NUM_WARPS],
+        [120],
+    )
+
+
+@click.command()
+@click.argument("way", type=click.Choice(["warp", "group", "exchange"]))
+def main(way: str) -> None:
+    """One launch; fails where a number is not the one that was handed over."""
+    out = torch.zeros(2 * NUMBERS.value, dtype=torch.int32, device="cuda")
+    hand_over_kernel[(1,)](out, 1 if way == "warp" else 4, way == "exchange", num_warps=4)
+    assert out.tolist()[: NUMBERS.value] == list(range(NUMBERS.value))
+    if way == "exchange":
+        assert out.tolist()[NUMBERS.value :] == list(range(NUMBERS.value, 2 * NUMBERS.value))
 
 
 if __name__ == "__main__":
-    out = torch.zeros(THREADS.value, dtype=torch.int32, device="cuda")
-    hand_over_kernel[(1,)](out, num_warps=4)
-    assert out.tolist() == list(range(THREADS.value))
+    main()
