@@ -29,7 +29,7 @@ def make_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
 
 @jit
 def finish_writing():
-    """What a group wrote to shared memory, TMA and products see from here on, and whom its barriers let through."""
+    """From here on TMA, products and whoever a barrier lets through see what these warps wrote to shared memory."""
     fence_async_shared()
     group_barrier()
 
