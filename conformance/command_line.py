@@ -302,18 +302,22 @@ def verify(folder: Path) -> None:
 @main.command()
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
 @click.option(
-    "--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="page.html or page.md to be written"
+    "--out", type=click.Path(path_type=Path, dir_okay=False), default=None, help="page.html or page.md to be written"
 )
+@click.option(
+    "--record", "folder", type=click.Path(path_type=Path, file_okay=False), default=None,
+    help="folder for what the page needs of each run: one small file for each backend, device and level",
+)  # fmt: skip
 @click.option(
     "--findings", type=click.Path(path_type=Path, dir_okay=False), default=None,
     help="TOML file of faults found in released packages [default: those that come with the suite]",
 )  # fmt: skip
 @one_line_errors
-def results(paths: tuple[Path, ...], out: Path, findings: Path | None) -> None:
-    """Many runs on one page: results.jsonl files, or folders that hold some."""
+def results(paths: tuple[Path, ...], out: Path | None, folder: Path | None, findings: Path | None) -> None:
+    """Many runs on one page: results.jsonl files, records that --record wrote, or folders that hold some."""
     from attnconform.conformance.report.results_page import results_command
 
-    sys.exit(results_command(paths, findings=findings, out=out))
+    sys.exit(results_command(paths, findings=findings, out=out, folder=folder))
 
 
 @main.command("kill-matrix")

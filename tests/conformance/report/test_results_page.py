@@ -16,13 +16,15 @@ from attnconform.conformance.cases.matrix import matrix
 from attnconform.conformance.command_line import main
 from attnconform.conformance.judge.verdict import CaseResult, Finding
 from attnconform.conformance.report.findings import BUNDLED, FindingsFile, known_faults, read_findings
+from attnconform.conformance.report.record import SCHEMA_VERSION, Record, read_record, record_of, write_records
 from attnconform.conformance.report.results_page import (
     CONFORMS,
+    UNKNOWN,
     cell_class,
     clause_cell,
     make_page,
     percent,
-    read_runs,
+    read_records,
 )
 from attnconform.conformance.results import Footer, ResultLine, Run, encode_run, make_header
 
@@ -110,7 +112,7 @@ def test_a_case_counts_against_its_clauses_and_blames_one():
     page = make_page([run_of("a", {0: "FAIL_value"})], FindingsFile())
     column, bystander = page.columns[0], CASES[0].clauses[0]
     assert bystander != "SET-HOLE"
-    assert column.blamed == {"SET-HOLE": 1}
+    assert {clause: marks.blamed for clause, marks in column.clauses.items() if marks.blamed} == {"SET-HOLE": 1}
     assert "blamed" not in clause_cell(column, bystander)
     assert cell_class(column, bystander) == "due"
     assert "SET-HOLE" in page.clauses
@@ -197,13 +199,13 @@ def test_runs_of_two_suite_versions_are_refused_in_one_line(tmp_path):
 
 def test_runs_over_other_cases_of_a_level_stand_on_one_page_with_their_hashes(tmp_path):
     files = write(tmp_path, run_of("a"), run_of("b", suite_hash="0123456789ab"))
-    page = make_page(read_runs(files), FindingsFile())
+    page = make_page(read_records(files), FindingsFile())
     for name in ("page.md", "page.html"):
         assert called(*files, "--out", tmp_path / name).exit_code == 0
         text = (tmp_path / name).read_text()
         assert "The matrix grew between these runs" in text
         assert "|\nThe matrix" not in text  # or it is a row of the table
-        assert all(column.run.header.suite_hash in text for column in page.columns)
+        assert all(column.record.suite_hash in text for column in page.columns)
 
 
 def test_runs_of_one_matrix_need_no_word_on_it(tmp_path):
@@ -275,7 +277,7 @@ def test_runs_of_one_backend_are_told_apart_by_what_differs():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("empty", "--out", "page.md"), "empty holds no results.jsonl"),
+        (("empty", "--out", "page.md"), "empty holds no results.jsonl and no record"),
         (("runs", "--out", "page.pdf"), "must end in .md or .html"),
     ],
 )
@@ -349,6 +351,186 @@ def test_the_findings_that_come_with_the_suite_are_on_the_page_with_cases_of_the
     assert {finding.case for finding in found} <= cases
     assert all(page.read_text().count(f"`{finding.case}`") for finding in found)
     assert len([finding for finding in found if not finding.known]) >= 5
+
+
+def incomplete(run: Run, told: list[int]) -> Record:
+    """The record of a run of which only some cases' outcomes are known, by their index."""
+    record, known = record_of(run), {CASES[i].id for i in told}
+    return msgspec.structs.replace(
+        record,
+        outcomes="where runs differed",
+        counts={},
+        conforming={"conforms": tuple(case for case in record.conforming_cases if case in known)},
+        failing=tuple(failure for failure in record.failing if failure.case in known),
+    )
+
+
+RECORDED = (
+    ("a|b", {0: "FAIL_value", 1: "QUALITY", 2: "UNSUPPORTED", 4: "HARNESS_ERROR"}, {"device": "NVIDIA H200"}),
+    ("c", {0: "CRASH", 3: "FAIL_membership"}, {"suite_hash": "0123456789ab"}),
+    ("d", {}, {}),
+)
+
+
+@pytest.mark.parametrize("suffix", ["md", "html"])
+def test_the_page_of_records_is_that_of_their_runs(tmp_path, suffix):
+    """With one run cut off, one case withdrawn, an expected failure, and states that conform and are no PASS."""
+    files = write(tmp_path / "runs", *(run_of(name, states, **header) for name, states, header in RECORDED))
+    lines = files[2].read_bytes().splitlines(keepends=True)
+    files[2].write_bytes(b"".join(lines[:5]))
+    findings = tmp_path / "findings.toml"
+    findings.write_text(f'[[withdrawn]]\ncase = "{CASES[3].id}"\nwhy = "no package documents it"\n')
+    direct, via = tmp_path / f"direct.{suffix}", tmp_path / f"via.{suffix}"
+    assert called(tmp_path / "runs", "--findings", findings, "--out", direct).exit_code == 0
+    assert called(tmp_path / "runs", "--findings", findings, "--record", tmp_path / "records").exit_code == 0
+    assert called(tmp_path / "records", "--findings", findings, "--out", via).exit_code == 0
+    assert via.read_text() == direct.read_text()
+    assert "cut off after 4" in via.read_text()
+    assert "no package documents it" in via.read_text()
+    assert len(list((tmp_path / "records").iterdir())) == len(RECORDED)
+
+
+def test_records_and_runs_stand_on_one_page(tmp_path):
+    runs = [run_of("a", {0: "FAIL_value"}), run_of("b")]
+    files = write(tmp_path / "runs", *runs)
+    write_records([record_of(runs[0])], tmp_path / "records")
+    for name, paths in (("runs", files), ("mixed", [tmp_path / "records", files[1]])):
+        assert called(*paths, "--out", tmp_path / f"{name}.md").exit_code == 0
+    assert (tmp_path / "mixed.md").read_text() == (tmp_path / "runs.md").read_text()
+
+
+def test_a_folder_of_a_run_may_hold_other_json(tmp_path):
+    (file,) = write(tmp_path, run_of("a"))
+    (file.parent / "badge.json").write_text('{"schemaVersion": 1}')
+    assert called(tmp_path, "--out", tmp_path / "page.md").exit_code == 0
+
+
+def test_a_record_is_named_by_backend_device_and_level_and_a_newer_one_takes_its_place(tmp_path):
+    for started in ("2026-11-30T23:10:00+00:00", "2026-12-01T23:10:00+00:00"):
+        files = write(tmp_path / started[:10], run_of("exec:./mine", device="NVIDIA H200", started=started))
+        assert called(*files, "--record", tmp_path / "records").exit_code == 0
+    (file,) = (tmp_path / "records").iterdir()
+    assert file.name == "exec-.-mine-nvidia-h200-l0.json"
+    assert read_record(file).started == started
+
+
+def test_two_runs_for_one_record_are_refused_and_nothing_is_written(tmp_path):
+    files = write(tmp_path, run_of("a", started="2026-11-30T23:10:00+00:00"), run_of("a"))
+    done = called(*files, "--record", tmp_path / "records")
+    assert done.exit_code == 2
+    assert "two runs of a would both be" in done.output
+    assert not (tmp_path / "records").exists()
+
+
+def test_a_record_holds_no_capabilities_and_no_problem(tmp_path):
+    (file,) = write(tmp_path, run_of("a", {0: "FAIL_value"}))
+    assert called(file, "--record", tmp_path / "records").exit_code == 0
+    (record,) = (tmp_path / "records").iterdir()
+    text = record.read_text()
+    assert not {"capabilities", "structure", "seed"} & json.loads(text).keys()
+    assert len(text) < len(file.read_bytes()) / 5
+    assert "out[0, 0, 0] is 1.5" in text
+
+
+def test_every_state_of_a_run_is_in_its_record():
+    states = {0: "FAIL_value", 1: "QUALITY", 2: "UNSUPPORTED"}
+    record = record_of(run_of("a", states))
+    told = {case: state for state, cases in record.conforming.items() for case in cases}
+    told |= {failure.case: failure.state for failure in record.failing}
+    assert told == {case.id: states.get(i, "PASS") for i, case in enumerate(CASES) if i != 2}
+    assert record.counts == {"FAIL_value": 1, "PASS": len(CASES) - 3, "QUALITY": 1, "UNSUPPORTED": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {"schema_version": SCHEMA_VERSION + 1},
+            f"schema_version of the record is {SCHEMA_VERSION + 1}, but this reads",
+        ),
+        ({"verdict": None}, "is not a record"),
+        ({"surprise": 1}, "surprise"),
+        ({"reached": 1}, "its counts are not of the 1 cases"),
+        ({"clauses": {"EMPTY-ELSE": [1, 1, 0]}}, "EMPTY-ELSE, which SPEC.md does not have"),
+        ({"failing": []}, "has the outcomes of"),
+    ],
+)
+def test_a_record_that_is_none_is_refused_in_one_line(tmp_path, change, words):
+    write_records([record_of(run_of("a", {0: "FAIL_value"}))], tmp_path / "records")
+    (file,) = (tmp_path / "records").iterdir()
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    done = called(tmp_path / "records", "--out", tmp_path / "page.md")
+    assert done.exit_code == 2
+    assert words in done.output
+    assert done.output.count("\n") == 1
+    assert not (tmp_path / "page.md").exists()
+
+
+def test_a_record_that_ends_early_is_refused_where_a_folder_has_it(tmp_path):
+    write_records([record_of(run_of("a"))], tmp_path / "records")
+    (file,) = (tmp_path / "records").iterdir()
+    file.write_bytes(file.read_bytes()[:200])
+    assert called(tmp_path / "records", "--out", tmp_path / "page.md").exit_code == 2
+
+
+def test_json_that_is_neither_run_nor_record_is_refused_in_one_line(tmp_path):
+    file = tmp_path / "badge.json"
+    file.write_text('{"schemaVersion": 1}\n')
+    done = called(file, "--out", tmp_path / "page.md")
+    assert done.exit_code == 2
+    assert done.output.count("\n") == 1
+
+
+def test_a_record_that_counts_a_withdrawn_case_is_refused(tmp_path):
+    """Its clauses cannot be counted again without the case."""
+    write_records([record_of(run_of("a"))], tmp_path / "records")
+    findings = tmp_path / "findings.toml"
+    findings.write_text(f'[[withdrawn]]\ncase = "{CASES[0].id}"\nwhy = "no package documents it"\n')
+    done = called(tmp_path / "records", "--findings", findings, "--out", tmp_path / "page.md")
+    assert done.exit_code == 2
+    assert f"counts {CASES[0].id}, which is withdrawn" in done.output
+
+
+def test_nothing_to_write_is_said(tmp_path):
+    done = called(*write(tmp_path, run_of("a")))
+    assert done.exit_code == 2
+    assert "nothing to write" in done.output
+
+
+@pytest.mark.parametrize("suffix", ["md", "html"])
+def test_an_outcome_that_is_not_known_is_no_agreement(tmp_path, suffix):
+    """The incomplete two were compared on the first case; that they conform on the second, their records do not say."""
+    page_of = [incomplete(run_of("old"), [0]), incomplete(run_of("older", {0: "CRASH"}), [0])]
+    new = [record_of(run_of("x", {1: "FAIL_value"})), record_of(run_of("y", {0: "UNSUPPORTED"}))]
+    page = make_page([*page_of, *new], FindingsFile())
+    found = {c.case_id: c.outcomes for c in page.contested}
+    assert found == {
+        CASES[0].id: {"old": CONFORMS, "older": "CRASH", "x": CONFORMS},
+        CASES[1].id: {"old": UNKNOWN, "older": UNKNOWN, "x": "FAIL_value", "y": CONFORMS},
+    }
+    assert page.shared == len(CASES)
+    write_records([*page_of, *new], tmp_path / "records")
+    assert called(tmp_path / "records", "--out", tmp_path / f"page.{suffix}").exit_code == 0
+    assert "Of 2 runs only those outcomes are known" in (tmp_path / f"page.{suffix}").read_text()
+
+
+def test_a_case_that_one_run_alone_is_known_to_have_run_is_not_shared():
+    page = make_page([incomplete(run_of("old"), []), run_of("x", {1: "FAIL_value"})], FindingsFile())
+    assert (page.contested, page.shared) == ([], 0)
+
+
+def test_a_run_of_which_not_all_is_known_counts_whole_in_the_tables(tmp_path):
+    run = run_of("old", {0: "FAIL_value", 1: "UNSUPPORTED"})
+    whole, part = (make_page([record], FindingsFile()).columns[0] for record in (record_of(run), incomplete(run, [2])))
+    assert (part.verdict, part.clauses, part.words) == (whole.verdict, whole.clauses, whole.words)
+    assert part.verdict.ran == len(CASES) - 1
+    assert len(part.outcomes) == 1
+
+
+def test_the_page_that_comes_with_the_suite_is_that_of_its_records(tmp_path):
+    folder = BUNDLED.parent
+    assert called(folder / "runs", "--out", tmp_path / "page.md").exit_code == 0
+    assert (tmp_path / "page.md").read_text() == (folder / "RESULTS.md").read_text()
 
 
 def test_known_faults_have_names_of_their_own():
