@@ -54,6 +54,8 @@ def judge_and_report(
     cases = {c.id: c for c in select_cases(level, select, shard, own)}
     if expectations is not None:
         load_expectations(expectations, level=level, backend=backend, device=device, own=own)
+    if resume and not (out / "results.jsonl").exists():
+        console.print(f"{out} has no results to go on from: every case is judged", highlight=False)
     with make_progress(console) as bar:
         task = bar.add_task(f"judging {backend}", total=len(cases))
 

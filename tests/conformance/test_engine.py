@@ -127,6 +127,26 @@ def test_a_run_that_is_killed_half_way_is_resumed_without_judging_a_case_twice(m
     assert len((miniatures / "calls.log").read_text().splitlines()) == fresh
 
 
+def test_a_run_that_has_nothing_to_go_on_from_says_so(miniatures):
+    options = (
+        "run",
+        "-b",
+        "miniatures:Right",
+        "--level",
+        "L0",
+        "-n",
+        "1",
+        "--device",
+        "cpu",
+        "--select",
+        "L0.forward.plain",
+    )
+    words = "attnconform-results has no results to go on from"
+    assert words in attnconform(*options, "--resume", cwd=miniatures).stdout
+    assert words not in attnconform(*options, "--resume", cwd=miniatures).stdout
+    assert words not in attnconform(*options, cwd=miniatures).stdout
+
+
 def test_a_backend_that_ends_every_worker_before_it_judges_ends_the_run(miniatures):
     options = ("--level", "L0", "-n", "1", "--device", "cpu")
     done = attnconform("run", "-b", "miniatures:DiesInWorkers", *options, cwd=miniatures)
