@@ -17,11 +17,15 @@ class FlashInferCudaMerge(FlashInfer, PerRequest):
     """merge_state of two states and merge_states of any other number; only they are FlashInfer's here."""
 
     name = "flashinfer-merge-cuda"
-    # No numerics class has states that are stored in out's dtype. In float16 that is less than storing P in bfloat16.
     supported: ClassVar[dict[str, Domain]] = {"score": OneOf(("none",)), "dtype": OneOf(("float16",))}
 
     def numerics(self) -> dict[str, Numerics]:
-        return {"float16": Numerics(out_dtype="float16", p_storage="bfloat16", num_splits=8)}
+        """States in float32, given to the merge in float16.
+
+        One rounding of a state is declared. As many states as rows, or more, go through a kernel whose threads merge
+        some each and store what comes of it in float16 once more: no class has that, and it may show.
+        """
+        return {"float16": Numerics(out_dtype="float16", norm_p=True, partial_storage="float16", num_splits=8)}
 
     def attend(self, problem: ProblemView, request: int, q: Tensor, k: Tensor, v: Tensor) -> Attended:
         splits = problem.hints.num_kv_splits or 1

@@ -137,6 +137,16 @@ def test_an_lse_of_minus_fifty_thousand_for_an_empty_row_is_reported(stand_in, m
     assert any("EMPTY-LSE" in finding.clauses for finding in result.findings)
 
 
+@pytest.mark.parametrize("splits", ["2", "8"])
+@pytest.mark.parametrize("values", ["zero_q", "equal_keys", "peaked"])
+def test_states_in_float16_are_declared(stand_in, values, splits):
+    """Where all keys weigh alike, nothing but the states is rounded on the way to out."""
+    result, is_declared = judged("flashinfer-merge-cuda", dtype="float16", mask="none", values=values, splits=splits)
+    assert is_declared
+    assert result.state == "PASS", [finding.message for finding in result.findings]
+    assert result.usage["out"] > 0.1  # the bound is of that rounding, and not far above it
+
+
 def clipped(plan, wrapper, indptr, indices, rows, keys, *arguments, **options):
     """What 0.6.13 does: an index equal to the number of blocks passes its test, and is read."""
     return plan(wrapper, indptr, indices.clamp(max=keys // arguments[1] - 1), rows, keys, *arguments, **options)
