@@ -176,8 +176,7 @@ def explain_case(console: Console, name: str, *, backend: str, device: str) -> i
         return 0
     for finding in result.findings:
         say(console, finding_text(finding))
-    cases = (*matrix("L1"), *own_cases("L1", "", subject.capabilities)) if is_own(case.id) else None
-    explanation = None if is_spoilt(result) else explain_while_answered(case, make, result, cases)
+    explanation = None if is_spoilt(result) else explain_while_answered(case, make, result, subject.capabilities)
     if explanation is None:  # whatever is called next fails likewise, and would look like a smaller failing case
         say(console, f"the device answers no other call of this process: {case.id} is neither shrunk nor compared")
         write_files(console, case, subject, backend, device)
@@ -189,9 +188,10 @@ def explain_case(console: Console, name: str, *, backend: str, device: str) -> i
 
 
 def explain_while_answered(
-    case: Case, make: Make, result: CaseResult, cases: Sequence[Case] | None
+    case: Case, make: Make, result: CaseResult, capabilities: Capabilities
 ) -> Explanation | None:
     """As explain; None where a call on the way, of a smaller case say, costs this process its device."""
+    cases = (*matrix("L1"), *own_cases("L1", "", capabilities)) if is_own(case.id) else None
     try:
         return explain(case, make, result, cases=cases)
     except Exception as error:

@@ -222,9 +222,8 @@ def shared_cases(columns: list[Column]) -> list[str]:
 def contested(columns: list[Column]) -> list[Contested]:
     """Cases with more than one outcome; those that most backends conform on come first."""
     incomplete = [column for column in columns if not column.record.is_complete]
-    told = {
-        case_id for column in incomplete for case_id in column.outcomes
-    }  # an incomplete run without it did not run it
+    # of these, an incomplete run that does not tell of a case did not run it
+    told = {case_id for column in incomplete for case_id in column.outcomes}
     found = []
     for case_id in shared_cases(columns):
         outcomes = {column.label: column.outcomes[case_id] for column in columns if case_id in column.outcomes}

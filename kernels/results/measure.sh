@@ -6,8 +6,8 @@
 # lines, acceptance, tuning and training, 550 seconds at most: every target beside its peer, and what stands around it.
 # PROCESSES lines of the targets warm up side by side (default: one for every core) within LIMIT seconds; so many judge the
 # matrix of LEVEL, LIMIT seconds a backend, and go on from there the next time. `sanitize` takes cases whose id has SELECT
-# and the compute-sanitizer that SANITIZER names: racecheck before 2026.1 takes groups of warps that wait for each other
-# for a race.
+# and the compute-sanitizer that SANITIZER names: racecheck of 2025.3 reports how Triton hands the parts of a
+# kernel to their warps, that of 2026.4 does not.
 set -u
 out=${1:-$(dirname "$0")}
 shift

@@ -180,6 +180,8 @@ if __name__ == "__main__":
         bodies = loops_of_products(kernels[-1].asm["cubin"])
         spills = sum(bool(re.search(r"\b(LDL|STL)\b", line)) for body in bodies for line in body)
         print(f"compiled {name}: {spills} spills among products of {len(bodies)} groups", flush=True)
+        # what a loop changes and has no room for, a sum say, is stored there; what only waits outside is loaded
+        print(f"stored {name}: {sum(bool(re.search(r'STL', line)) for body in bodies for line in body)}", flush=True)
         if name in ("rows", "unions", "unions of small blocks"):
             print(f"serialized {name}: {are_products_serialized(kernels[-1].asm['ptx'])}", flush=True)
     sys.exit(0)

@@ -158,5 +158,7 @@ def test_the_kernels_compile_and_do_not_spill_sums(tmp_path: Path) -> None:
         assert name == f"compiled {kernel}"
         assert rest.endswith(" spills among products of 2 groups")
         assert int(rest.split()[0]) <= limit
+    for kernel in ("queries", "unions", "unions of small blocks"):
+        assert f"stored {kernel}: 0" in done.stdout.splitlines()
     for kernel in ("rows", "unions", "unions of small blocks"):
         assert f"serialized {kernel}: False" in done.stdout.splitlines()
