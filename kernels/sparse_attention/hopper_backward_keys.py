@@ -26,14 +26,17 @@ from attnconform.kernels.sparse_attention.hopper_scores import (
     spread,
 )
 from attnconform.kernels.sparse_attention.hopper_tiles import (
+    BY_WARP,
     CLEARED,
     CLEARING,
     SWIZZLED,
+    arrive_each,
     clear_unless,
     finish_writing,
     group_barrier,
     load_box,
     load_boxes,
+    load_numbers,
     make_barriers,
 )
 
@@ -73,7 +76,7 @@ def hopper_keys_kernel(
     delta_rows = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], vector_layout)
     slopes = gl.allocate_shared_memory(gl.float32, [STAGES, HEADS], vector_layout)
     kv_full = make_barriers(1, 4)
-    q_full = make_barriers(STAGES + 1, 1)
+    q_full = make_barriers(STAGES + 1, BY_WARP)  # of q by TMA, of lse and delta by each thread that loads
     dout_full = make_barriers(STAGES + 1, 1)
     empty = make_barriers(STAGES, 2)
     finish_writing()
@@ -108,7 +111,7 @@ def hopper_keys_kernel(
             )),
         ],
         [4, 1],
-        [232, 40],
+        [240, 24] if SCORE != SOFT_CAP else [232, 40],
     )  # fmt: skip
 
 
@@ -152,52 +155,52 @@ def load_rows(
         first_head = (gl.load(pairs_ptr + i * PAIR_WIDTH + 2) + gl.program_id(1)) * HEADS
         place = place_lanes(q_start + lane_row, first_head + lane_head, total_q, GROUP)
         is_row = lane_row < q_count
-        lse = gl.load(lse_log2_ptr + place, mask=is_row, other=float("inf"))
-        delta = gl.load(delta_ptr + place, mask=is_row, other=0.0)
-        # only where a pair is masked can a lane be none
-        row_bar = gl.where((i < num_masked) & (gl.max(lse, axis=0) == float("inf")), STAGES, stage)
+        row_bar = stage
+        if i < num_masked:  # only there can a lane be none
+            lse = gl.load(lse_log2_ptr + place, mask=is_row, other=float("inf"))
+            row_bar = gl.where(gl.max(lse, axis=0) == float("inf"), STAGES, stage)
         if SCORE == ALIBI:
             # what a bias takes off for the row's own place, relative to the pair's first row
             slope = gl.load(score_params_ptr + first_head + lane_head) * LOG2_E
+            lse = gl.load(lse_log2_ptr + place, mask=is_row, other=float("inf"))
             lse = (lse + slope * lane_row.to(gl.float32)) * (-1.0 / (sm_scale * LOG2_E))
-            delta = -delta
+            delta = gl.load(delta_ptr + place, mask=is_row, other=0.0)
+            head_slopes = gl.load(score_params_ptr + first_head + gl.arange(0, HEADS, layout=lane_layout)) * LOG2_E
         mbarrier.wait(empty.index(stage), phase ^ 1)
         if SCORE == ALIBI:
-            head = first_head + gl.arange(0, HEADS, layout=lane_layout)
-            slopes.index(stage).store(gl.load(score_params_ptr + head) * LOG2_E)
-        lse_rows.index(stage).store(lse)
-        delta_rows.index(stage).store(delta)
-        group_barrier()
-        load_heads(q_desc, q_places, q_tiles.index(stage), q_full.index(row_bar), q_start, first_head, HEADS, HEAD_DIM)
-        dout_tile, dout_bar = dout_tiles.index(stage), dout_full.index(row_bar)
-        load_heads(dout_desc, dout_places, dout_tile, dout_bar, q_start, first_head, HEADS, HEAD_DIM)
+            slopes.index(stage).store(head_slopes)
+            lse_rows.index(stage).store(lse)
+            delta_rows.index(stage).store(-delta)
+            group_barrier()
+        else:
+            load_numbers(lse_rows.index(stage), lse_log2_ptr + place, mask=is_row)
+            load_numbers(delta_rows.index(stage), delta_ptr + place, mask=is_row)
+        q_tile, dout_tile = q_tiles.index(stage), dout_tiles.index(stage)
+        load_heads(q_desc, q_places, q_tile, q_full.index(row_bar), q_start, first_head, HEADS, HEAD_DIM)
+        load_heads(dout_desc, dout_places, dout_tile, dout_full.index(row_bar), q_start, first_head, HEADS, HEAD_DIM)
+        arrive_each(q_full.index(row_bar), increment_count=False)
         if row_bar == STAGES:
-            clear_lanes(q_tiles, dout_tiles, lse_rows, q_full, dout_full, stage, cleared, STAGES, SCORE)
+            mbarrier.wait(q_full.index(STAGES), cleared & 1)
+            mbarrier.wait(dout_full.index(STAGES), cleared & 1)
+            clear_lanes(q_tile, dout_tile, lse_rows.index(stage), q_count, HEADS, SCORE)
+            mbarrier.arrive(q_full.index(stage), count=1)
+            arrive_each(q_full.index(stage), increment_count=False)
+            mbarrier.arrive(dout_full.index(stage), count=1)
             cleared += 1
 
 
 @jit
-def clear_lanes(
-    q_tiles, dout_tiles, lse_rows, q_full, dout_full, stage,
-    cleared,  # how often before
-    STAGES: gl.constexpr,
-    SCORE: gl.constexpr,
-):  # fmt: skip
-    """Zeroes what is no row, or one without keys, whose lse is +inf: it may hold NaN. Then tells of q and dO.
-
-    Of a bias lse is negated.
-    """
+def clear_lanes(q_tile, dout_tile, lse_row, q_count, HEADS: gl.constexpr, SCORE: gl.constexpr):
+    """Zeroes what is no row, or one without keys, whose lse is +inf: it may hold NaN. Of a bias lse is negated."""
     SIGN: gl.constexpr = -1.0 if SCORE == ALIBI else 1.0
-    mbarrier.wait(q_full.index(STAGES), cleared & 1)
-    mbarrier.wait(dout_full.index(STAGES), cleared & 1)
+    layout: gl.constexpr = gl.SliceLayout(1, CLEARING)
     for n in gl.static_range(TILE_M // CLEARED):
-        lse = lse_rows.index(stage).slice(n * CLEARED, CLEARED).load(gl.SliceLayout(1, CLEARING))
-        is_row = SIGN * lse < float("inf")
-        clear_unless(q_tiles.index(stage).slice(n * CLEARED, CLEARED, dim=0), is_row, CLEARING)
-        clear_unless(dout_tiles.index(stage).slice(n * CLEARED, CLEARED, dim=0), is_row, CLEARING)
+        lane = n * CLEARED + gl.arange(0, CLEARED, layout=layout)
+        lse = lse_row.slice(n * CLEARED, CLEARED).load(layout)
+        is_kept = (lane % (TILE_M // HEADS) < q_count) & (SIGN * lse < float("inf"))
+        clear_unless(q_tile.slice(n * CLEARED, CLEARED, dim=0), is_kept, CLEARING)
+        clear_unless(dout_tile.slice(n * CLEARED, CLEARED, dim=0), is_kept, CLEARING)
     finish_writing()
-    mbarrier.arrive(q_full.index(stage), count=1)
-    mbarrier.arrive(dout_full.index(stage), count=1)
 
 
 @jit
@@ -274,7 +277,6 @@ def sum_slots(
         before = gl.maximum(i - 1, 0) % STAGES
         is_masked = i < num_masked
         mbarrier.wait(q_full.index(stage), phase)
-        mbarrier.wait(dout_full.index(stage), phase, pred=is_masked)
         start = zero
         if SCORE == ALIBI:
             start = gl.broadcast(lse_rows.index(stage).load(column)[None, :], zero)[0]
@@ -297,6 +299,7 @@ def sum_slots(
             if IS_AHEAD:
                 dk, dv = warpgroup_mma_wait(num_outstanding=0, deps=[dk_token, dv_token])
             probs, factors = weigh_edges(s, lse, bias, pair_ptr, rows, scores, True, PART, HEADS, SCORE, HAS_HEAD_MASK)
+            mbarrier.wait(dout_full.index(stage), phase)
         else:
             probs, factors = weigh_edges(s, lse, bias, pair_ptr, rows, scores, False, PART, HEADS, SCORE, HAS_HEAD_MASK)
             # A wait for dO stands between the probabilities and the wait for products: within a block of instructions

@@ -20,10 +20,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from attnconform.kernels.sparse_attention.hopper_backward_keys import find_slots, place_lanes
 from attnconform.kernels.sparse_attention.hopper_scores import LOG2_E
 from attnconform.kernels.sparse_attention.hopper_tiles import (
+    BY_GROUP,
+    BY_WARP,
     SWIZZLED,
     clear_unless,
     finish_writing,
     group_barrier,
+    hand_over,
     load_box,
     load_boxes,
     make_barriers,
@@ -64,10 +67,10 @@ def hopper_rows_kernel(
     lse_rows = gl.allocate_shared_memory(gl.float32, [STAGES, LANES], vector_layout)
     delta_rows = gl.allocate_shared_memory(gl.float32, [STAGES, LANES], vector_layout)
     kv_full = make_barriers(1, 2)
-    q_full = make_barriers(STAGES, 1)
+    q_full = make_barriers(STAGES, 1 + BY_WARP)  # of q by TMA, of the rest by the warp that loads
     dout_full = make_barriers(STAGES, 1)
     empty = make_barriers(STAGES, 1)
-    ends = make_barriers(2, 1)
+    ends = make_barriers(2, BY_GROUP)
     finish_writing()
 
     ring = (k_tile, v_tile, q_tiles, dout_tiles, lse_rows, delta_rows, kv_full, q_full, dout_full, empty)
@@ -129,11 +132,11 @@ def load_rows(
         stage = i % STAGES
         lse, delta = states
         mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
-        lse_rows.index(stage).store(lse)
-        delta_rows.index(stage).store(delta)
-        group_barrier()
         load_readers(q_desc, q_rows, q_tiles.index(stage), q_full.index(stage), readers, HEADS, HEAD_DIM)
         load_readers(dout_desc, dout_rows, dout_tiles.index(stage), dout_full.index(stage), readers, HEADS, HEAD_DIM)
+        lse_rows.index(stage).store(lse)
+        delta_rows.index(stage).store(delta)
+        hand_over(q_full.index(stage))
         # a step ahead: what they say would be waited for
         readers = find_readers(pairs_ptr, i + 1, num_pairs, READERS, HEADS)
         states = load_states(pairs_ptr, i + 1, num_pairs, lane, lse_log2_ptr, delta_ptr, total_q, HEADS, GROUP)
@@ -336,13 +339,11 @@ def exchange_sums(
         dk += sums.load(dk.type.layout)
         group_barrier()
         sums.store(dv)
-        group_barrier()
-        mbarrier.arrive(ends.index(1), count=1)
+        hand_over(ends.index(1))
         store_sums(dk * sm_scale, slots, dk_ptr, partial_dk_ptr, dk_strides, partial, HEAD_DIM, PAGE_SIZE)
     else:
         sums.store(dk)
-        group_barrier()
-        mbarrier.arrive(ends.index(0), count=1)
+        hand_over(ends.index(0))
         mbarrier.wait(ends.index(1), 0)
         dv += sums.load(dv.type.layout)
         store_sums(dv, slots, dv_ptr, partial_dv_ptr, dv_strides, partial, HEAD_DIM, PAGE_SIZE)

@@ -7,15 +7,22 @@ the tile: nobody else writes what they read. [COORD-SLOT, COORD-WIDE, COORD-STRI
 
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 SWIZZLED = gl.constexpr(64)  # 16-bit numbers of a row that a swizzle holds
 CLEARED = gl.constexpr(8)  # rows of a tile that are looked at together
 CLEARING = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0]))  # of the one warp that loads
 
-# Triton 3.6 has other names for them than later ones.
+# Arrivals of `hand_over` by one warp, and by a group of four.
+BY_WARP = gl.constexpr(1 + 32)
+BY_GROUP = gl.constexpr(1 + 128)
+
+# Triton 3.6 has other names for some of them than later ones.
 group_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+load_numbers = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+arrive_each = async_copy.mbarrier_arrive
 
 
 @jit
@@ -32,6 +39,18 @@ def finish_writing():
     """From here on TMA, products and whoever a barrier lets through see what these warps wrote to shared memory."""
     fence_async_shared()
     group_barrier()
+
+
+@jit
+def hand_over(bar):
+    """Tells a barrier of numbers that these warps wrote for others to read: one arrival, and one of every thread.
+
+    After a barrier of the warps the one is enough. compute-sanitizer's racecheck takes an arrival to tell of what its
+    own thread wrote and of nothing else, and would report the other threads' numbers: `tests/kernels/hand_over.py`.
+    """
+    group_barrier()
+    mbarrier.arrive(bar, count=1)
+    arrive_each(bar, increment_count=False)
 
 
 @jit

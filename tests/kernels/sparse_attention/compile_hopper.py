@@ -157,12 +157,13 @@ def loops_of_products(cubin: bytes) -> list[list[str]]:
             starts[label[1]] = len(instructions)
         elif found:
             instructions.append(found[1])
-            jump = re.search(r"BRA.*?`\(\.(L\w+)\)", found[1])
+            # a loop over tiles jumps back by a condition; what waits out of line comes back by none
+            jump = re.match(r"@\S+ BRA.*?`\(\.(L\w+)\)", found[1])
             if jump and jump[1] in starts:
                 loops.append((starts[jump[1]], len(instructions)))
-    innermost = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
-    bodies = [instructions[start:end] for start, end in innermost]
-    return [body for body in bodies if any("GMMA" in instruction for instruction in body)]
+    multiplying = [(a, b) for a, b in loops if any("GMMA" in line for line in instructions[a:b])]
+    innermost = [a for a in multiplying if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in multiplying)]
+    return [instructions[start:end] for start, end in innermost]
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ def test_the_kernels_compile_and_do_not_spill_sums(tmp_path: Path) -> None:
     lines = [line for line in done.stdout.splitlines() if line.startswith("compiled ")]
     # Of some, places and counts of both groups; a tile of sums or of weights would be 16 registers or more, there and
     # back. Of small blocks, where shared memory begins, which every part of the kernel asks for.
-    limits = {"queries": 0, "keys": 31, "rows": 31, "unions": 0, "unions of small blocks": 2}
+    limits = {"queries": 0, "keys": 5, "rows": 14, "unions": 0, "unions of small blocks": 2}
     assert len(lines) == len(limits)
     for line, (kernel, limit) in zip(lines, limits.items(), strict=True):
         name, _, rest = line.partition(": ")
