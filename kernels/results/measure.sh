@@ -73,7 +73,9 @@ for step in $steps; do
                 python3 "$@" 2>&1
         }
         for way in warp group exchange; do
-            watch racecheck tests/kernels/hand_over.py $way >"$out/sanitizer-control-$way.log" &
+            for arrivals in once each; do
+                watch racecheck tests/kernels/hand_over.py $way $arrivals >"$out/sanitizer-control-$way-$arrivals.log" &
+            done
         done
         for tool in memcheck racecheck; do
             watch $tool tests/kernels/run_once.py --select "${SELECT:-L1.}" --seconds 170 >"$out/sanitizer-$tool-L1.log" &
