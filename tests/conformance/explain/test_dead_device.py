@@ -2,17 +2,20 @@
 
 import io
 import runpy
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
 from attnconform.conformance.adapters.reference_steps import StepsBackend
-from attnconform.conformance.backend import Forward, Tensors
+from attnconform.conformance.backend import Backward, Forward, Tensors
 from attnconform.conformance.cases.matrix import matrix
+from attnconform.conformance.cases.structure import Case
 from attnconform.conformance.explain import explain as explaining
 from attnconform.conformance.explain import reproducer as reproducing
 from attnconform.conformance.explain.reproducer import write_reproducer
@@ -106,3 +109,26 @@ def test_its_single_file_is_written_and_calls_nothing_after_the_fault(
     assert said.endswith("reproduced\n")
     assert MisalignedLater.calls <= 1
     assert max(abs(names["attention"]()["out"] - names["WANT"]["out"]).ravel()) < 1e-9
+
+
+class EndsInBackward(StepsBackend):
+    """Likewise, in the first backward."""
+
+    def backward(self, *given: object) -> Backward:
+        raise RuntimeError("CUDA error: misaligned address")
+
+
+@pytest.mark.parametrize(("backend", "operation"), [(Misaligned, "forward"), (EndsInBackward, "backward")])
+def test_a_right_backend_is_not_accused_by_the_file_of_a_device_that_was_lost(
+    small_case: Callable[..., Case], tmp_path: Path, backend: type, operation: str
+) -> None:
+    """What was not answered here is held to the declared bounds where it is."""
+    case = small_case(operation=operation, q=(2,), kv=(9,))
+    scripts = []
+    for subject in (backend(), StepsBackend()):
+        scripts.append(tmp_path / f"{subject.__class__.__name__}.py")
+        write_reproducer(scripts[-1], case, subject, backend="reference", device="cpu")
+    lost, answered = (runpy.run_path(str(script)) for script in scripts)
+    assert lost["BOUND"].keys() == answered["BOUND"].keys()
+    assert all(np.array_equal(lost["BOUND"][name], bound) for name, bound in answered["BOUND"].items())
+    assert lost["main"]() == 0
