@@ -172,7 +172,7 @@ def load_rows(
             lse_rows.index(stage).store(lse)
             delta_rows.index(stage).store(-delta)
             group_barrier()
-        else:
+        else:  # 0 in lanes of no row, none of whose edges is admitted
             load_numbers(lse_rows.index(stage), lse_log2_ptr + place, mask=is_row)
             load_numbers(delta_rows.index(stage), delta_ptr + place, mask=is_row)
         q_tile, dout_tile = q_tiles.index(stage), dout_tiles.index(stage)
