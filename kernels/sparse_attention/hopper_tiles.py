@@ -22,7 +22,8 @@ BY_GROUP = gl.constexpr(1 + 128)
 group_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 load_numbers = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-arrive_each = async_copy.mbarrier_arrive  # of every thread of these warps, once what it had `load_numbers` bring is there
+# Of every thread of these warps, once what it had `load_numbers` bring is there.
+arrive_each = async_copy.mbarrier_arrive
 
 
 @jit
