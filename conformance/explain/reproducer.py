@@ -124,8 +124,8 @@ def inputs_of(trial: Trial) -> dict[str, FloatArray]:
 def expected(trial: Trial) -> tuple[Numbers, Numbers]:
     """What is right, and how far the backend's declared arithmetic may be from it, by name.
 
-    Of a call that the backend does not answer here it is told beside the reference's answer: in another process the
-    backend may answer it, and is held to the same bounds.
+    For a call that the backend does not answer here the reference's answer stands in, of which only what is right and
+    the bounds are used: in another process the backend may answer, and is held to them.
     """
     calls = COMPARED if trial.case.operation == "backward" else COMPARED[:1]
     answers = compared_answers(trial.case, lambda: trial.backend)

@@ -76,7 +76,7 @@ def hopper_keys_kernel(
     delta_rows = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], vector_layout)
     slopes = gl.allocate_shared_memory(gl.float32, [STAGES, HEADS], vector_layout)
     kv_full = make_barriers(1, 4)
-    q_full = make_barriers(STAGES + 1, BY_WARP)  # of q by TMA, of lse and delta by each thread that loads
+    q_full = make_barriers(STAGES + 1, BY_WARP)  # TMA's of q, and one of every thread that loads
     dout_full = make_barriers(STAGES + 1, 1)
     empty = make_barriers(STAGES, 2)
     finish_writing()
@@ -111,6 +111,7 @@ def hopper_keys_kernel(
             )),
         ],
         [4, 1],
+        # a thread's registers, of either group and of the warp that loads; under a cap 240 were slower
         [240, 24] if SCORE != SOFT_CAP else [232, 40],
     )  # fmt: skip
 
@@ -156,13 +157,13 @@ def load_rows(
         place = place_lanes(q_start + lane_row, first_head + lane_head, total_q, GROUP)
         is_row = lane_row < q_count
         row_bar = stage
-        if i < num_masked:  # only there can a lane be none
+        if i < num_masked:  # only there can lanes be of no row, or of one without keys
             lse = gl.load(lse_log2_ptr + place, mask=is_row, other=float("inf"))
             row_bar = gl.where(gl.max(lse, axis=0) == float("inf"), STAGES, stage)
         if SCORE == ALIBI:
             # what a bias takes off for the row's own place, relative to the pair's first row
             slope = gl.load(score_params_ptr + first_head + lane_head) * LOG2_E
-            lse = gl.load(lse_log2_ptr + place, mask=is_row, other=float("inf"))
+            lse = gl.load(lse_log2_ptr + place, mask=is_row, other=float("inf"))  # again: held, it would cost registers
             lse = (lse + slope * lane_row.to(gl.float32)) * (-1.0 / (sm_scale * LOG2_E))
             delta = gl.load(delta_ptr + place, mask=is_row, other=0.0)
             head_slopes = gl.load(score_params_ptr + first_head + gl.arange(0, HEADS, layout=lane_layout)) * LOG2_E
@@ -172,7 +173,7 @@ def load_rows(
             lse_rows.index(stage).store(lse)
             delta_rows.index(stage).store(-delta)
             group_barrier()
-        else:  # 0 in lanes of no row, none of whose edges is admitted
+        else:  # 0 in lanes of no row, whose edges mask_edges takes out
             load_numbers(lse_rows.index(stage), lse_log2_ptr + place, mask=is_row)
             load_numbers(delta_rows.index(stage), delta_ptr + place, mask=is_row)
         q_tile, dout_tile = q_tiles.index(stage), dout_tiles.index(stage)

@@ -2,7 +2,8 @@
 
 A box is some neighbouring keys of one page and 64 dimensions, as far as a swizzle goes, and is read whole. What a
 product would sum with a factor of 0 is zeroed in shared memory by the warp that loads, before it tells the groups of
-the tile: nobody else writes what they read. [COORD-SLOT, COORD-WIDE, COORD-STRIDE]
+the tile: nobody else writes what they read. Numbers that warps write for others they hand over.
+[COORD-SLOT, COORD-WIDE, COORD-STRIDE]
 """
 
 from triton.experimental.gluon import jit
@@ -14,7 +15,7 @@ SWIZZLED = gl.constexpr(64)  # 16-bit numbers of a row that a swizzle holds
 CLEARED = gl.constexpr(8)  # rows of a tile that are looked at together
 CLEARING = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0]))  # of the one warp that loads
 
-# Arrivals of `hand_over` by one warp, and by a group of four.
+# Arrivals at a barrier, one and one of every thread: of a warp, and of a group of four.
 BY_WARP = gl.constexpr(1 + 32)
 BY_GROUP = gl.constexpr(1 + 128)
 
@@ -22,7 +23,7 @@ BY_GROUP = gl.constexpr(1 + 128)
 group_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 load_numbers = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-# Of every thread of these warps, once what it had `load_numbers` bring is there.
+# An arrival of every thread of these warps, each when what it had `load_numbers` bring is there.
 arrive_each = async_copy.mbarrier_arrive
 
 

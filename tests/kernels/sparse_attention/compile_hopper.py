@@ -141,7 +141,7 @@ def are_products_serialized(ptx: str) -> bool:
 
 
 def loops_of_products(cubin: bytes) -> list[list[str]]:
-    """Instructions of every innermost loop of a kernel that multiplies."""
+    """Instructions of every loop of a kernel that multiplies and has none in it that does."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
