@@ -47,8 +47,8 @@ def finish_writing():
 def hand_over(bar):
     """Tells a barrier of numbers that these warps wrote for others to read: one arrival, and one of every thread.
 
-    After a barrier of the warps the one is enough. compute-sanitizer's racecheck takes an arrival to tell of what its
-    own thread wrote and of nothing else, and would report the other threads' numbers: `tests/kernels/hand_over.py`.
+    After a barrier of the warps the one is enough. compute-sanitizer's racecheck seems to take an arrival to tell
+    of what its own thread wrote alone, and reports the other threads' numbers: `tests/kernels/hand_over.py`.
     """
     group_barrier()
     mbarrier.arrive(bar, count=1)
